@@ -1,0 +1,50 @@
+PYTHON ?= python3
+VENV ?= .venv
+PYTEST ?= -q -n 2 --dist worksteal
+PROMPT ?= def read_lines(path):
+
+BIN = $(VENV)/bin
+# A moved clone, changed requirements, an environment that another clone used last: each of them installs again.
+STAMP = $(CURDIR) $(shell cat pyproject.toml constraints-cpu.txt | cksum)
+
+# What the environment already holds (above all a torch its user chose) stays at its version. The rest follows
+# constraints-cpu.txt, unless an NVIDIA GPU answers: pip then takes the torch that brings its own triton.
+define CONSTRAINTS
+import importlib.metadata, re, shutil, subprocess
+
+smi = shutil.which("nvidia-smi")
+gpu = smi is not None and b"GPU" in subprocess.run([smi, "-L"], stdout=subprocess.PIPE).stdout
+for line in open("constraints-cpu.txt"):
+    if name := re.match(r"[\w.-]+", line):
+        try:
+            print(f"{name[0]}=={importlib.metadata.version(name[0])}")
+        except importlib.metadata.PackageNotFoundError:
+            if not gpu:
+                print(line, end="")
+endef
+export CONSTRAINTS
+
+.PHONY: demo test lint install clean
+
+demo: install
+	$(BIN)/python -m replayssm generate "$(PROMPT)" --max-new-tokens 200
+
+test: install
+	$(BIN)/python -m pytest $(PYTEST)
+
+lint: install
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m mypy
+
+install:
+	@if [ "$$(cat $(VENV)/replayssm-installed 2>/dev/null)" != "$(STAMP)" ]; then set -e; \
+		test -x $(BIN)/python || $(PYTHON) -m venv $(VENV); \
+		$(BIN)/python -m pip --version >/dev/null 2>&1 || $(BIN)/python -m ensurepip; \
+		$(BIN)/python -c "$$CONSTRAINTS" >$(VENV)/replayssm-constraints.txt; \
+		$(BIN)/python -m pip install --disable-pip-version-check -c $(VENV)/replayssm-constraints.txt -e '.[test,dev]'; \
+		echo "$(STAMP)" >$(VENV)/replayssm-installed; \
+	fi
+
+clean:
+	rm -rf .venv .ci/venv build dist replayssm.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,39 @@
+"""Settings of every test run: one thread a worker, the Hypothesis profile, the device, the nightly marker."""
+
+import os
+
+# Before torch starts its thread pool: two test workers share two cores.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["MKL_NUM_THREADS"] = "1"
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+torch.set_num_threads(1)
+
+PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "ci")
+common = dict(
+    deadline=None,  # shared cores jitter by a factor of two
+    database=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
+)
+# A check must not fail by luck, so CI draws the same examples every time; nightly draws others.
+settings.register_profile("ci", max_examples=25, derandomize=True, stateful_step_count=12, **common)
+settings.register_profile("nightly", max_examples=300, stateful_step_count=40, **common)
+settings.load_profile(PROFILE)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if PROFILE != "nightly":
+        skip = pytest.mark.skip(reason="nightly only: run with HYPOTHESIS_PROFILE=nightly")
+        for item in items:
+            if item.get_closest_marker("nightly"):
+                item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """The device under test: the CPU, also where a GPU is present, unless REPLAYSSM_TEST_DEVICE names another."""
+    return torch.device(os.environ.get("REPLAYSSM_TEST_DEVICE", "cpu"))
