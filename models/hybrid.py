@@ -1,0 +1,343 @@
+"""``HybridLM``: a language model whose residual blocks are replay layers, attention and MLPs in any order."""
+
+import copy
+import inspect
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from replayssm import ReplayGatedDeltaNet, ReplayKDA, ReplayMamba2, ReplayStateCache, hub
+from replayssm.cache.step import ModuleState, StatefulModule
+from replayssm.checks import (
+    expect,
+    expect_choice,
+    expect_integers,
+    expect_positive,
+    expect_shape,
+    readable,
+    refuse_grad,
+)
+from replayssm.layers.norm import RMSNorm
+from replayssm.models.attention import Attention
+from replayssm.models.mlp import MLP
+
+MODEL_TYPE = "replayssm_hybrid"
+MIXERS: dict[str, type[nn.Module]] = {
+    "mamba2": ReplayMamba2,
+    "gated_deltanet": ReplayGatedDeltaNet,
+    "kda": ReplayKDA,
+    "attention": Attention,
+    "mlp": MLP,
+}
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+_REQUIRED = ("model_type", "vocab_size", "d_model", "tie_embeddings", "norm_eps", "layers")
+_OPTIONAL = ("tokenizer", "dtype")
+_BY_THE_MODEL = ("d_model", "device", "dtype")  # constructor arguments that no entry of layers gives
+_OUTPUTS = ("out_proj", "o_proj", "down_proj")  # the projection of each mixer that writes into the residual stream
+_HEAD = "lm_head.weight"
+
+
+class Block(nn.Module):
+    """One residual block: x + mixer(norm(x))."""
+
+    def __init__(self, norm: RMSNorm, mixer: nn.Module):
+        super().__init__()
+        self.norm, self.mixer = norm, mixer
+        self.stateful = isinstance(mixer, StatefulModule)
+
+    def reset_parameters(self) -> None:
+        """Draw every parameter anew, in place."""
+        self.norm.reset_parameters()
+        self.mixer.reset_parameters()
+
+    def forward(
+        self,
+        x: Tensor,
+        state: ModuleState | None = None,
+        *,
+        attention_mask: Tensor | None = None,
+        rows: Tensor | None = None,
+        parents: Tensor | None = None,
+    ) -> Tensor:
+        """(batch, t, d_model) -> same; the other arguments as for ``HybridLM``."""
+        if not self.stateful:
+            return x + self.mixer(self.norm(x))
+        if state is None:
+            return x + self.mixer(self.norm(x), attention_mask=attention_mask)
+        return x + self.mixer(self.norm(x), state, attention_mask=attention_mask, rows=rows, parents=parents)
+
+
+class HybridLM(nn.Module):
+    """An embedding, residual blocks, a norm and a head.
+
+    Args:
+        config: the content of config.json: model_type "replayssm_hybrid", vocab_size, d_model, tie_embeddings,
+            norm_eps, and layers, a list of {"type": ..., and the constructor arguments of that type}; types are the
+            keys of ``MIXERS``. Optional: tokenizer "bytes", and dtype, the name of the dtype to compute in.
+        dtype: of the parameters; None is the config's, else torch's default.
+
+    Raises:
+        ValueError: a key is unknown or missing, or a value is out of range. Nothing has been built then.
+    """
+
+    def __init__(
+        self,
+        config: dict[str, Any],
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        check_config(config)
+        self.config = copy.deepcopy(config)
+        dtype = DTYPES[config["dtype"]] if dtype is None and "dtype" in config else dtype
+        d_model, eps = config["d_model"], config["norm_eps"]
+        self.embed = nn.Embedding(config["vocab_size"], d_model, device=device, dtype=dtype)
+        self.layers = nn.ModuleList()
+        for i, entry in enumerate(config["layers"]):
+            arguments = {key: value for key, value in entry.items() if key != "type"}
+            try:
+                mixer = MIXERS[entry["type"]](d_model, **arguments, device=device, dtype=dtype)
+            except ValueError as error:
+                raise ValueError(f"HybridLM: layers[{i}]: {error}") from error
+            self.layers.append(Block(RMSNorm(d_model, eps=eps, device=device, dtype=dtype), mixer))
+        self.norm = RMSNorm(d_model, eps=eps, device=device, dtype=dtype)
+        self.lm_head = nn.Linear(d_model, config["vocab_size"], bias=False, device=device, dtype=dtype)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw every parameter anew, in place; also after ``to_empty`` of a model built on meta.
+
+        Each mixer initialises itself. What it adds to the residual stream starts smaller the more blocks there are.
+        """
+        nn.init.normal_(self.embed.weight, std=0.02)
+        nn.init.normal_(self.lm_head.weight, std=0.02)
+        self.norm.reset_parameters()
+        for block in self.layers:
+            block.reset_parameters()
+            for name, child in block.mixer.named_children():
+                if name in _OUTPUTS:
+                    with torch.no_grad():
+                        child.weight.div_(len(self.layers) ** 0.5)
+        self._tie()
+
+    def forward(
+        self,
+        ids: Tensor,
+        cache: ReplayStateCache | None = None,
+        *,
+        attention_mask: Tensor | None = None,
+        rows: Tensor | None = None,
+        parents: Tensor | None = None,
+        logits_to_keep: int = 0,
+    ) -> Tensor:
+        """Logits of the token that follows each position: the training path without a cache, a step with one.
+
+        Args:
+            ids: (batch, t) int.
+            cache: continue its sequences; ``cache.commit`` closes the step.
+            attention_mask: (batch, t), 1 = a token. A masked position is as if it were not there; logits there are
+                unspecified.
+            rows: (batch,) int, the cache row of each row of ids, -1 for off; None is all rows in order.
+            parents: reserved for draft trees.
+            logits_to_keep: columns, counted from the right, that get logits; 0 is all.
+
+        Returns:
+            (batch, t or logits_to_keep, vocab_size).
+        """
+        self._check_call(ids, cache, rows, parents, logits_to_keep)
+        if cache is not None:
+            refuse_grad("HybridLM", self, self.embed.weight)  # before a layer opens the step that a later one refuses
+            if not any(block.stateful for block in self.layers):
+                cache.open_step(ids.shape[1], rows, attention_mask, parents)
+        x = self.embed(ids.long())
+        for block in self.layers:
+            state = cache.state_of(block.mixer) if cache is not None and block.stateful else None
+            x = block(x, state, attention_mask=attention_mask, rows=rows, parents=parents)
+        return self.lm_head(self.norm(x[:, -logits_to_keep:]))
+
+    def save_pretrained(self, folder: str | os.PathLike[str], dtype: torch.dtype | None = None) -> None:
+        """Write config.json and model.safetensors; the config names the dtype the model computes in.
+
+        Args:
+            folder: made if it does not exist; an interrupted call leaves what was there.
+            dtype: of the file, None for that of each parameter. A_log, dt_bias, D and norm weights keep theirs.
+        """
+        tensors = self.state_dict()
+        if self.config["tie_embeddings"]:
+            del tensors[_HEAD]
+        for key, tensor in tensors.items():
+            if dtype is not None and tensor.is_floating_point() and not _keeps_precision(key):
+                tensors[key] = tensor.to(dtype)
+        config = {**self.config, "dtype": str(self.embed.weight.dtype).removeprefix("torch.")}
+        hub.write_folder(Path(folder), config, tensors)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        folder: str | os.PathLike[str],
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> "HybridLM":
+        """The model that ``save_pretrained`` wrote, in eval mode.
+
+        Args:
+            folder: holds config.json and model.safetensors.
+            device: None is the CPU.
+            dtype: to compute in; None is the config's, else that of the file's embedding. A_log, dt_bias, D and norm
+                weights keep the precision of the file where it is higher.
+
+        Raises:
+            FileNotFoundError, ValueError: a file is missing, corrupt or cut short, or does not fit the config; every
+                key that does not fit is listed.
+        """
+        where = "HybridLM.from_pretrained"
+        path = hub.find_folder(where, folder)
+        config = hub.read_config(where, path)
+        stored = hub.describe_weights(where, path)
+        check_config(config)
+        if dtype is None and "dtype" not in config and "embed.weight" in stored:
+            dtype = stored["embed.weight"].dtype
+        model = cls(config, device="meta", dtype=dtype)
+        model._expect_fit(f"{where}: {path / hub.WEIGHTS}", stored)
+        for key, tensor in hub.read_weights(path):
+            model._fill(key, tensor, "cpu" if device is None else device)
+        model._tie()
+        assert not any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
+        return model.eval()
+
+    def _expect_fit(self, where: str, stored: dict[str, Tensor]) -> None:
+        """Refuse a file that does not hold exactly the tensors of this model."""
+        expected = self.state_dict()
+        if self.config["tie_embeddings"]:
+            del expected[_HEAD]
+        faults = [f"no {key}" for key in expected if key not in stored]
+        faults += [f"{key}, which the model does not have" for key in stored if key not in expected]
+        faults += [
+            f"{key} of shape {tuple(stored[key].shape)} instead of {tuple(tensor.shape)}"
+            for key, tensor in expected.items()
+            if key in stored and stored[key].shape != tensor.shape
+        ]
+        expect(
+            not faults,
+            f"{where} must hold exactly the tensors of its config.json; got {'; '.join(faults)}. Use the config.json "
+            "that was saved with these weights.",
+        )
+
+    def _fill(self, key: str, value: Tensor, device: torch.device | str) -> None:
+        """Put a copy of a stored tensor in the place of one on meta."""
+        owner, _, name = key.rpartition(".")
+        module = self.get_submodule(owner)
+        old = getattr(module, name)
+        dtype = torch.promote_types(value.dtype, old.dtype) if _keeps_precision(key) else old.dtype
+        value = value.to(device=device, dtype=dtype, copy=True)
+        if isinstance(old, nn.Parameter):
+            parameter = nn.Parameter(value, requires_grad=old.requires_grad)
+            vars(parameter).update(vars(old))  # marks such as "no weight decay"
+            value = parameter
+        setattr(module, name, value)
+
+    def _tie(self) -> None:
+        if self.config["tie_embeddings"]:
+            self.lm_head.weight = self.embed.weight
+
+    def _check_call(
+        self, ids: Tensor, cache: ReplayStateCache | None, rows: Tensor | None, parents: Tensor | None, to_keep: int
+    ) -> None:
+        """Refuse bad arguments before anything changes; the open step checks those that concern the cache."""
+        where, weight = "HybridLM", self.embed.weight
+        expect_shape(where, "ids", ids, ("batch", "t"), "Give one row of token ids for each sequence.")
+        expect_integers(where, "ids", ids)
+        batch, t = ids.shape
+        expect(t >= 1, f"{where}: ids must have at least 1 column; got {tuple(ids.shape)}. Skip the call instead.")
+        expect(
+            ids.device == weight.device or weight.is_meta,  # offloaded weights are on meta between calls
+            f"{where}: ids must be on the model's device {weight.device}; got {ids.device}. Move them there first.",
+        )
+        if readable(ids) and batch:
+            lowest, highest = int(ids.min()), int(ids.max())
+            expect(
+                lowest >= 0 and highest < self.config["vocab_size"],
+                f"{where}: ids must be between 0 and vocab_size - 1 = {self.config['vocab_size'] - 1}; got "
+                f"{lowest if lowest < 0 else highest}. Use the tokenizer of this model, and a legal id for padding.",
+            )
+        expect(
+            isinstance(to_keep, int) and not isinstance(to_keep, bool) and 0 <= to_keep <= t,
+            f"{where}: logits_to_keep must be an int between 0 (all) and t={t}; got {to_keep!r}. Keep at most the "
+            "columns of ids.",
+        )
+        expect(
+            cache is not None or (rows is None and parents is None),
+            f"{where}: rows and parents must be None without a cache; got one of them. Pass the cache they speak of.",
+        )
+
+
+def check_config(config: dict[str, Any]) -> None:
+    """Refuse a config that is not understood to the last key: an ignored switch is a wrong model.
+
+    Raises:
+        ValueError: names the key, where it stands, and what may stand there.
+    """
+    expect(
+        isinstance(config, dict),
+        f"HybridLM: config must be a dict; got {type(config).__name__}. Give the content of config.json.",
+    )
+    _check_keys("config", config, _REQUIRED, _REQUIRED + _OPTIONAL)
+    expect_choice("HybridLM", "model_type", config["model_type"], (MODEL_TYPE,))
+    expect_positive("HybridLM", vocab_size=config["vocab_size"], d_model=config["d_model"])
+    tie, eps, layers = config["tie_embeddings"], config["norm_eps"], config["layers"]
+    expect(isinstance(tie, bool), f"HybridLM: tie_embeddings must be true or false; got {tie!r}. Write one of them.")
+    expect(
+        isinstance(eps, int | float) and not isinstance(eps, bool) and eps > 0,
+        f"HybridLM: norm_eps must be a positive number; got {eps!r}. 1e-5 is usual.",
+    )
+    if "dtype" in config:
+        expect_choice("HybridLM", "dtype", config["dtype"], tuple(DTYPES))
+    if "tokenizer" in config:
+        expect_choice("HybridLM", "tokenizer", config["tokenizer"], ("bytes",))
+        expect(
+            config["vocab_size"] >= 256,
+            f"HybridLM: vocab_size must be at least 256 for the bytes tokenizer; got {config['vocab_size']}. Widen it.",
+        )
+    expect(
+        isinstance(layers, list) and len(layers) > 0,
+        f"HybridLM: layers must be a list with at least one entry; got {layers!r}. Describe each block by a dict.",
+    )
+    for i, entry in enumerate(layers):
+        known = isinstance(entry, dict) and isinstance(entry.get("type"), str) and entry["type"] in MIXERS
+        expect(
+            known,
+            f'HybridLM: layers[{i}] must be a dict with "type" one of {", ".join(MIXERS)}; got {entry!r}. Choose one.',
+        )
+        parameters = inspect.signature(MIXERS[entry["type"]]).parameters
+        allowed = ["type", *(name for name in parameters if name not in _BY_THE_MODEL)]
+        required = ["type", *(name for name in allowed[1:] if parameters[name].default is inspect.Parameter.empty)]
+        _check_keys(f"layers[{i}] ({entry['type']})", entry, required, allowed)
+
+
+def _check_keys(what: str, given: dict[str, Any], required: Sequence[str], allowed: Sequence[str]) -> None:
+    unknown = [key for key in given if key not in allowed]
+    missing = [key for key in required if key not in given]
+    faults = [f"unknown key {key!r}" for key in unknown] + [f"no {key!r}" for key in missing]
+    expect(
+        not faults,
+        f"HybridLM: {what} must have the keys {', '.join(required)} and may have "
+        f"{', '.join(key for key in allowed if key not in required)}; got {', '.join(faults)}. Nothing is ignored: "
+        "remove what is unknown, add what is missing.",
+    )
+
+
+def _keeps_precision(key: str) -> bool:
+    """Whether a parameter is so small and so sensitive that a lower dtype of the model does not touch it."""
+    owner, _, name = key.rpartition(".")
+    return name in ("A_log", "dt_bias", "D") or owner.rpartition(".")[2].endswith("norm")
