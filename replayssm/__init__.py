@@ -1,0 +1,22 @@
+"""ReplaySSM: recurrent states as a checkpoint plus a ring of recent inputs, for Mamba-2, Gated DeltaNet and KDA."""
+
+from replayssm.cache.layer_state import LayerState
+from replayssm.cache.state_cache import ReplayStateCache
+from replayssm.generate import generate
+from replayssm.layers.base import ReplayLayer
+from replayssm.layers.gated_deltanet import ReplayGatedDeltaNet
+from replayssm.layers.kda import ReplayKDA
+from replayssm.layers.mamba2 import ReplayMamba2
+from replayssm.ops.records import Records, Recurrence
+
+__all__ = [
+    "LayerState",
+    "Records",
+    "Recurrence",
+    "ReplayGatedDeltaNet",
+    "ReplayKDA",
+    "ReplayLayer",
+    "ReplayMamba2",
+    "ReplayStateCache",
+    "generate",
+]

@@ -1,0 +1,1 @@
+"""The state of a decode: counters, checkpoints, rings."""

@@ -1,0 +1,182 @@
+"""What a replay layer keeps for each sequence: the checkpoint, the ring of records since, the convolution's inputs."""
+
+import torch
+from torch import Tensor
+
+from replayssm.cache.ring import read_ring, write_ring
+from replayssm.cache.step import ModuleState, Step, masked
+from replayssm.checks import expect_exists, readable
+from replayssm.ops import chunked
+from replayssm.ops.records import Records, Recurrence
+
+
+def check_formats(where: str, checkpoint: str, read_format: str | None) -> None:
+    """Refuse a checkpoint or read format that does not exist."""
+    expect_exists(where, "checkpoint", checkpoint, ("fp32",))
+    expect_exists(where, "read_format", read_format, (None,))
+
+
+class LayerState(ModuleState):
+    """The state of one replay layer for every row of a cache.
+
+    Attributes:
+        ring: Records, axis 1 = slot; the record of token i stands in slot i % slots. k and v as the layer made them,
+            g and beta in fp32 (fp64 in an fp64 layer). Slots that are not live hold anything.
+        conv: (batch, d_conv - 1 + step_tokens, channels), raw inputs of the short convolution by the same rule.
+    """
+
+    def __init__(
+        self,
+        batch: int,
+        *,
+        nheads: int,
+        headdim: int,
+        d_state: int,
+        ngroups: int,
+        recurrence: Recurrence,
+        conv_channels: int,
+        d_conv: int,
+        window: int,
+        step_tokens: int,
+        checkpoint: str,
+        read_format: str | None,
+        dtype: torch.dtype,
+        device: torch.device | str | None,
+    ):
+        check_formats("LayerState", checkpoint, read_format)
+        self.recurrence, self.d_conv = recurrence, d_conv
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        slots = max(window, step_tokens) + step_tokens  # step_tokens more, so that new records never meet live ones
+
+        def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(batch, *shape, dtype=dtype, device=device)
+
+        self._checkpoint = zeros(nheads, headdim, d_state, dtype=wide)
+        self.ring = Records(
+            k=zeros(slots, ngroups, d_state, dtype=dtype),
+            v=zeros(slots, nheads, headdim, dtype=dtype),
+            g=zeros(slots, nheads, recurrence.decay_width(d_state), dtype=wide),
+            beta=zeros(slots, nheads, dtype=wide),
+        )
+        self.conv = zeros(d_conv - 1 + step_tokens, conv_channels, dtype=dtype)
+
+    def tensors(self) -> dict[str, Tensor]:
+        rings = {f"ring.{name}": ring for name, ring in self.ring._asdict().items()}
+        return {"checkpoint": self._checkpoint, **rings, "conv": self.conv}
+
+    @property
+    def geometry(self) -> tuple[int, int, int]:
+        """(nheads, headdim, d_state)."""
+        nheads, headdim, d_state = self._checkpoint.shape[1:]
+        return nheads, headdim, d_state
+
+    @property
+    def checkpoint(self) -> Tensor:
+        """(batch, nheads, headdim, d_state), the stored checkpoint: what the recurrence continues from. Not a copy."""
+        self.clock.refuse_open(f"{self.name}: checkpoint")
+        return self._checkpoint
+
+    def state(self) -> Tensor:
+        """The state after everything committed.
+
+        Returns:
+            (batch, nheads, headdim, d_state), fp32 or fp64, a new tensor; the cache is left as it was.
+        Cost: one state read, and one written to the new tensor.
+        """
+        self.clock.refuse_open(f"{self.name}: state")
+        return self._folded(None)
+
+    def extend_conv(self, x: Tensor) -> Tensor:
+        """Put the convolution's history before its new inputs, and remember those.
+
+        Args:
+            x: (rows of the call, t, channels), packed.
+
+        Returns:
+            (rows of the call, d_conv - 1 + t, channels); inputs before a sequence's first token are zeros.
+        """
+        step = self._called()
+        history = self.d_conv - 1
+        past = read_ring(self.conv, step.cache_rows, step.start - history, history)
+        written = torch.arange(-history, 0, device=x.device) + step.start.unsqueeze(1) >= 0
+        write_ring(self.conv, step, x)
+        return torch.cat([masked(past, written).to(x.dtype), x], dim=1)
+
+    def replay(self, q: Tensor, records: Records) -> Tensor:
+        """Outputs of the new tokens of a step, read from the checkpoint and the records since.
+
+        Rows that have no room for the new records fold their committed ones first.
+
+        Args:
+            q: (rows of the call, t, ngroups, d_state), packed.
+            records: of the new tokens, packed.
+
+        Returns:
+            (rows of the call, t, nheads, headdim), fp32 or fp64; arbitrary at positions that are not real.
+        Cost: one state read; one state written for each row that flushes.
+        """
+        step, clock = self._called(), self.clock
+        self.fold(step.flushing)
+        for ring, new in zip(self.ring, records, strict=True):
+            write_ring(ring, step, new)
+        first_live = step.take(torch.where(step.flushing, clock.seqlen, clock.flushed))
+        live = self._window(step.cache_rows, clock.capacity + step.t, step.start + step.t, first_live, step.length)
+        return chunked.replay(q, live, step.take(self._checkpoint), self.recurrence)
+
+    def scan(self, q: Tensor, records: Records) -> Tensor:
+        """Outputs of a step of any length; the final state becomes the checkpoint.
+
+        Args:
+            q: (rows of the call, t, ngroups, d_state), packed.
+            records: of the new tokens, packed.
+
+        Returns:
+            (rows of the call, t, nheads, headdim), fp32 or fp64; arbitrary at positions that are not real.
+        Cost: one state read and one written for each row, one more written for rows with pending records.
+        """
+        step = self._called()
+        self.fold(step.flushing)
+        records = Records(*(masked(field, step.valid) for field in records))
+        y, final = chunked.scan(q, records, step.take(self._checkpoint), self.recurrence)
+        final = step.put(final)
+        if step.present is not None:
+            final = torch.where(step.present[:, None, None, None], final, self._checkpoint)
+        self._checkpoint.copy_(final)
+        return y
+
+    def fold(self, which: Tensor) -> None:
+        """Fold the committed records of the cache rows in ``which`` (batch,) bool into their checkpoints."""
+        if not readable(which):
+            folded = self._folded(None)
+            self._checkpoint.copy_(torch.where(which[:, None, None, None], folded, self._checkpoint))
+            return
+        rows = which.nonzero().squeeze(1)
+        if len(rows):
+            self._checkpoint.index_copy_(0, rows, self._folded(rows))
+
+    def _folded(self, rows: Tensor | None) -> Tensor:
+        """The state of ``rows`` (all if None) with everything committed folded in."""
+        clock = self.clock
+        checkpoint, seqlen, flushed = (
+            x if rows is None else x.index_select(0, rows) for x in (self._checkpoint, clock.seqlen, clock.flushed)
+        )
+        committed = self._window(rows, clock.capacity, seqlen, flushed, torch.zeros_like(seqlen))
+        return chunked.flush(committed, checkpoint, self.recurrence)
+
+    def _window(self, rows: Tensor | None, count: int, end: Tensor, first_live: Tensor, new: Tensor) -> Records:
+        """The ``count`` records before token ``end`` (rows,), with zeros for those that are not live.
+
+        A record is live from ``first_live`` up to the last committed token, and for ``new`` tokens after it.
+        """
+        first = end - count
+        tokens = first.unsqueeze(1) + torch.arange(count, device=first.device)
+        seqlen = self.clock.seqlen if rows is None else self.clock.seqlen.index_select(0, rows)
+        live = (tokens >= first_live.unsqueeze(1)) & (tokens < (seqlen + new).unsqueeze(1))
+        return Records(*(masked(read_ring(ring, rows, first, count), live) for ring in self.ring))
+
+    def _called(self) -> Step:
+        if self.step is None:
+            raise RuntimeError(
+                f"{self.name}: a state must be used inside a step; got no open step. Call state.open_step(t) first."
+            )
+        return self.step

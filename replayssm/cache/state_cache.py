@@ -1,0 +1,388 @@
+"""``ReplayStateCache``: all memory that decoding needs, the two counters of every row, and commit."""
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from replayssm.cache.layer_state import LayerState, check_formats
+from replayssm.cache.step import ERRORS, Clock, ModuleState, StatefulModule, Step
+from replayssm.checks import expect, expect_exists, expect_integers, expect_positive, expect_shape, readable
+
+RowIndex = int | Sequence[int] | Tensor
+
+
+class ReplayStateCache:
+    """The states of every stateful module of a model, for ``batch`` sequences.
+
+    One model call opens a step, ``commit`` closes it::
+
+        cache = ReplayStateCache(model, batch=4)
+        with torch.no_grad():
+            logits = model(prompt, cache)
+            cache.commit()
+            logits = model(next_tokens, cache)
+            cache.commit()  # or commit(n): keep n of the new tokens of each row, roll the rest back
+
+    Args:
+        model: a module, or a list of layers; every submodule with ``alloc_state`` gets a state.
+        batch: rows, one a sequence.
+        window: most committed records between flushes; 0 folds at every step (the conventional traffic), any other
+            value must be at least ``step_tokens``. "auto" chooses.
+        step_tokens: most new tokens a step may bring without becoming a scan.
+        max_seqlen: most real tokens a row; needed by full attention.
+        checkpoint: how the recurrent state is stored; "fp32" (fp64 in an fp64 layer).
+        read_format: None reads the checkpoint itself.
+        backend: "auto" or "torch".
+        seed: int or (batch,) int tensor, the random stream of each sequence; it moves with the row.
+        device: where to allocate; None is each module's own device.
+
+    Raises:
+        ValueError: an argument is out of range.
+        NotImplementedError: a format or backend that does not exist; the text lists those that do.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        batch: int,
+        *,
+        window: int | Literal["auto"] = 16,
+        step_tokens: int = 1,
+        max_seqlen: int | None = None,
+        checkpoint: str = "fp32",
+        read_format: str | None = None,
+        backend: str = "auto",
+        seed: int | Tensor = 0,
+        device: torch.device | str | None = None,
+    ):
+        window = _check_arguments(batch, window, step_tokens, max_seqlen, checkpoint, read_format, backend)
+        modules = dict(_stateful_modules(model))
+        on_device = torch.device(device) if device is not None else _device_of(model)
+        seeds = _seeds(seed, batch, on_device)
+        self.batch = batch
+        self._states: list[ModuleState] = []
+        # found by order and never held: a deep copy of the cache serves the same model
+        self._order: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+        self.clock = Clock(batch, window, step_tokens, max_seqlen, on_device)
+        for name, module in modules.items():
+            state = module.alloc_state(
+                batch,
+                window=window,
+                step_tokens=step_tokens,
+                max_seqlen=max_seqlen,
+                checkpoint=checkpoint,
+                read_format=read_format,
+                device=device,
+            )
+            state.clock, state.name = self.clock, name
+            assert isinstance(module, nn.Module)
+            self._order[module] = len(self._states)
+            self._states.append(state)
+        self.seed = seeds
+
+    @property
+    def seqlen(self) -> Tensor:
+        """(batch,) int64 on the device: tokens committed. Read it, do not write it."""
+        return self.clock.seqlen
+
+    @property
+    def flushed(self) -> Tensor:
+        """(batch,) int64 on the device: tokens inside the checkpoint. Read it, do not write it."""
+        return self.clock.flushed
+
+    @property
+    def window(self) -> int:
+        """Most committed records between flushes, as chosen where "auto" was asked for."""
+        return self.clock.window
+
+    @property
+    def step_tokens(self) -> int:
+        """Most new tokens of a step that is not a scan."""
+        return self.clock.step_tokens
+
+    @property
+    def max_seqlen(self) -> int | None:
+        """Most real tokens of a row, or None without a limit."""
+        return self.clock.max_seqlen
+
+    def __getitem__(self, index: int) -> LayerState:
+        """The state of the index-th replay layer, in module order."""
+        return [state for state in self._states if isinstance(state, LayerState)][index]
+
+    def state_of(self, module: nn.Module) -> ModuleState:
+        """The state of a stateful module of the model that the cache was built for."""
+        index = self._order.get(module)
+        if index is None:
+            raise ValueError(
+                f"ReplayStateCache.state_of: module must be a stateful module of the model that the cache was built "
+                f"for; got another {type(module).__name__}. Build a cache for this model."
+            )
+        return self._states[index]
+
+    def open_step(
+        self,
+        t: int,
+        rows: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        parents: Tensor | None = None,
+    ) -> Step:
+        """Open a step for a model without stateful modules; others open it by calling their modules."""
+        self.clock.refuse_open("ReplayStateCache.open_step")
+        return self.clock.open("ReplayStateCache.open_step", t, rows, attention_mask, parents)
+
+    def commit(self, n: int | Tensor | None = None, path: Tensor | None = None) -> None:
+        """Close the open step: keep the first n new tokens of each row, roll back the rest by not advancing.
+
+        Args:
+            n: None keeps every real token; an int, or (rows of the step,) int tensor, 0 .. real new tokens of the
+                row. Entries of rows that are off are ignored (a CPU tensor must hold 0 there). After a step of more
+                than step_tokens tokens only None is legal. A count in a device tensor is never read: out of range, it
+                is clamped and ``check`` reports it.
+            path: reserved for draft trees.
+
+        Raises:
+            RuntimeError: no step is open, or a module has not been called in it.
+            ValueError: n can be seen to be out of range; nothing has changed then.
+        """
+        if path is not None:
+            raise NotImplementedError("ReplayStateCache.commit: draft trees (path) do not exist yet; pass path=None.")
+        if self.clock.step is None:
+            raise RuntimeError(
+                "ReplayStateCache.commit: commit must follow a step; got no open step. Call the model first."
+            )
+        missing = [state.name for state in self._states if state.step is None]
+        if missing:
+            raise RuntimeError(
+                f"ReplayStateCache.commit: every stateful module must be called in a step; got no call of "
+                f"{', '.join(missing)}. If the step failed half way, only cache.reset() is left."
+            )
+        self.clock.check_kept(n)
+        self.clock.close(n.to(self.seqlen.device) if isinstance(n, Tensor) else n)
+        for state in self._states:
+            state.step = None
+
+    def reset(self, rows: RowIndex | None = None, seed: int | Tensor | None = None) -> None:
+        """Start the given rows afresh, all of them if None; for all rows also after a step that failed.
+
+        Args:
+            rows: an int, a list or an int tensor of cache rows.
+            seed: random streams of these rows; None keeps the ones they have.
+        """
+        if rows is not None:
+            self.clock.refuse_open("ReplayStateCache.reset (of some rows)")
+        index = self._index("reset", "rows", rows)
+        if seed is not None:
+            self.seed.index_copy_(0, index, _seeds(seed, len(index), self.seed.device))
+        for name, tensor in self.tensors().items():
+            if name != "counters.seed":
+                tensor.index_fill_(0, index.to(tensor.device), 0)
+        if rows is None:
+            self.clock.errors.zero_()
+            self.clock.step = None
+            for state in self._states:
+                state.step = None
+
+    def flush(self, rows: RowIndex | None = None) -> None:
+        """Fold all pending records of the given rows, all rows if None, into their checkpoints now.
+
+        Always legal between steps; it changes nothing but rounding.
+        """
+        self.clock.refuse_open("ReplayStateCache.flush")
+        which = torch.zeros(self.batch, dtype=torch.bool, device=self.seqlen.device)
+        which[self._index("flush", "rows", rows)] = True
+        which = which.logical_and(self.seqlen > self.flushed)
+        for state in self._states:
+            state.fold(which)
+        self.flushed.copy_(torch.where(which, self.seqlen, self.flushed))
+
+    def reorder(self, index: Tensor) -> None:
+        """Row i becomes a copy of row index[i], pending records included; index is (batch,) int, repeats are legal."""
+        self.clock.refuse_open("ReplayStateCache.reorder")
+        advice = "Give one source row for each row of the cache."
+        expect_shape("ReplayStateCache.reorder", "index", index, (self.batch,), advice)
+        index = self._index("reorder", "index", index)
+        for tensor in self.tensors().values():
+            tensor.copy_(tensor.index_select(0, index.to(tensor.device)))
+
+    def copy_rows(self, src: RowIndex, dst: RowIndex) -> None:
+        """Copy rows ``src`` over rows ``dst``, pending records included; all sources are read before any is written.
+
+        Raises:
+            ValueError: different numbers of rows, a row outside the cache, or a row twice in ``dst``.
+        """
+        self.clock.refuse_open("ReplayStateCache.copy_rows")
+        source, target = self._index("copy_rows", "src", src), self._index("copy_rows", "dst", dst, distinct=True)
+        expect(
+            len(source) == len(target),
+            f"ReplayStateCache.copy_rows: src and dst must name as many rows; got {len(source)} and {len(target)}. "
+            "Give one source for each target.",
+        )
+        for tensor in self.tensors().values():
+            on = tensor.device
+            tensor.index_copy_(0, target.to(on), tensor.index_select(0, source.to(on)))
+
+    def check(self) -> None:
+        """Raise if a value that lay on the device turned out to be wrong; waits for the device.
+
+        Raises:
+            RuntimeError: names what was wrong. The flags stay set until ``reset()`` of all rows.
+        """
+        found = [text for text, is_set in zip(ERRORS, self.clock.errors.tolist(), strict=True) if is_set]
+        if found:
+            raise RuntimeError(f"ReplayStateCache.check: {'; '.join(found)}. Correct the caller and reset the cache.")
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything that belongs to a row: name -> tensor, cache row first."""
+        counters = {"counters.seqlen": self.seqlen, "counters.flushed": self.flushed, "counters.seed": self.seed}
+        return counters | {f"{s.name}.{name}": x for s in self._states for name, x in s.tensors().items()}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of device memory that the cache holds."""
+        return sum(self.nbytes_by_part.values())
+
+    @property
+    def nbytes_by_part(self) -> dict[str, int]:
+        """Bytes by part: checkpoint, ring, conv, kv, counters, as far as the model has them."""
+        parts = {"counters": sum(x.nbytes for x in (self.seqlen, self.flushed, self.seed, self.clock.errors))}
+        for state in self._states:
+            for name, tensor in state.tensors().items():
+                part = name.split(".")[0]
+                parts[part] = parts.get(part, 0) + tensor.nbytes
+        return parts
+
+    @classmethod
+    def estimate(
+        cls,
+        model: nn.Module | Sequence[nn.Module] | Mapping[str, Any],
+        batch: int,
+        *,
+        window: int | Literal["auto"] = 16,
+        step_tokens: int = 1,
+        max_seqlen: int | None = None,
+        checkpoint: str = "fp32",
+        read_format: str | None = None,
+        backend: str = "auto",
+    ) -> dict[str, int]:
+        """Bytes that a cache would hold, by part as in ``nbytes_by_part`` and in "total"; allocates nothing.
+
+        Args:
+            model: a module, a list of layers, or the config of a ``HybridLM``. The rest as for the cache.
+        """
+        if isinstance(model, Mapping):
+            from replayssm.models import HybridLM  # a config names layers, which only the models know
+
+            model = HybridLM(dict(model), device="meta")
+        assert not isinstance(model, Mapping)
+        cache = cls(
+            model,
+            batch,
+            window=window,
+            step_tokens=step_tokens,
+            max_seqlen=max_seqlen,
+            checkpoint=checkpoint,
+            read_format=read_format,
+            backend=backend,
+            device="meta",
+        )
+        return cache.nbytes_by_part | {"total": cache.nbytes}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ReplayStateCache":
+        self.clock.refuse_open("ReplayStateCache: deepcopy")
+        twin = object.__new__(type(self))
+        memo[id(self)] = twin
+        for name, value in self.__dict__.items():
+            setattr(twin, name, copy.deepcopy(value, memo))
+        return twin
+
+    def _index(self, method: str, name: str, rows: RowIndex | None, *, distinct: bool = False) -> Tensor:
+        """Rows as an int64 tensor on the device, checked where the values can be seen."""
+        where, device = f"ReplayStateCache.{method}", self.seqlen.device
+        if rows is None:
+            return torch.arange(self.batch, device=device)
+        index = rows if isinstance(rows, Tensor) else torch.tensor([rows] if isinstance(rows, int) else list(rows))
+        if index.numel() == 0:
+            return torch.zeros(0, dtype=torch.int64, device=device)
+        expect_integers(where, name, index)
+        expect_shape(where, name, index, ("rows",), "Give cache rows.")
+        if readable(index):
+            expect(
+                bool(((index >= 0) & (index < self.batch)).all()),
+                f"{where}: {name} must be cache rows 0 .. {self.batch - 1}; got {index.tolist()}. Leave out others.",
+            )
+            expect(
+                not distinct or len(index.unique()) == len(index),
+                f"{where}: {name} must name each row once; got {index.tolist()}. Give one source for each target.",
+            )
+        return index.to(device=device, dtype=torch.int64)
+
+
+def _check_arguments(
+    batch: int,
+    window: int | Literal["auto"],
+    step_tokens: int,
+    max_seqlen: int | None,
+    checkpoint: str,
+    read_format: str | None,
+    backend: str,
+) -> int:
+    """Refuse what is out of range or does not exist; returns the window as a number."""
+    where = "ReplayStateCache"
+    expect_positive(where, batch=batch, step_tokens=step_tokens)
+    if max_seqlen is not None:
+        expect_positive(where, max_seqlen=max_seqlen)
+    if isinstance(window, str):
+        expect(window == "auto", f'{where}: window must be "auto" or an int; got {window!r}. Use "auto".')
+        chosen = max(16, step_tokens)
+    else:
+        chosen = window
+    expect(
+        isinstance(chosen, int) and not isinstance(chosen, bool) and (chosen == 0 or chosen >= step_tokens),
+        f'{where}: window must be "auto", 0 or at least step_tokens={step_tokens}; got {window!r}. '
+        f"Choose window={step_tokens} or more, or 0 to fold at every step.",
+    )
+    check_formats(where, checkpoint, read_format)
+    kernels = "Triton kernels need a GPU and do not exist yet: use" if backend == "triton" else "Use"
+    expect_exists(where, "backend", backend, ("auto", "torch"), f'{kernels} backend="torch".')
+    return chosen
+
+
+def _stateful_modules(model: nn.Module | Sequence[nn.Module]) -> Iterator[tuple[str, StatefulModule]]:
+    """Names and modules that keep a state, in module order."""
+    if isinstance(model, nn.Module):
+        found = [(name or type(module).__name__, module) for name, module in model.named_modules()]
+    else:
+        found = [
+            (f"{i}.{name}" if name else str(i), module)
+            for i, layer in enumerate(model)
+            for name, module in layer.named_modules()
+        ]
+    seen: set[int] = set()
+    for name, module in found:
+        if isinstance(module, StatefulModule):
+            expect(
+                id(module) not in seen,
+                f"ReplayStateCache: model must name each layer once; got {name} twice. Give each layer its own module.",
+            )
+            seen.add(id(module))
+            yield name, module
+
+
+def _device_of(model: nn.Module | Sequence[nn.Module]) -> torch.device:
+    """Where the counters live: the device of the first parameter, the CPU for a model without any."""
+    layers = [model] if isinstance(model, nn.Module) else model
+    first = next((parameter for layer in layers for parameter in layer.parameters()), None)
+    return torch.device("cpu") if first is None else first.device
+
+
+def _seeds(seed: int | Tensor, count: int, device: torch.device) -> Tensor:
+    """(count,) int64 random streams; an int starts a run of consecutive ones."""
+    if isinstance(seed, Tensor):
+        expect_integers("ReplayStateCache", "seed", seed)
+        expect_shape("ReplayStateCache", "seed", seed, (count,), "Give one seed a row, or an int.")
+        return seed.to(device=device, dtype=torch.int64, copy=True)
+    return torch.arange(count, device=device) + seed

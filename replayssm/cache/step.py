@@ -1,0 +1,375 @@
+"""The two counters of every row, and the step between a model call and its commit.
+
+``Clock`` owns the counters and opens and closes steps. ``Step`` says which tokens of a call are real and which cache
+rows they belong to. ``ModuleState`` is the base of what one module keeps in a cache. All of a step's arithmetic stays
+on the device; a value is read only where reading is free (``checks.readable``).
+"""
+
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from replayssm.checks import expect, expect_integers, expect_shape, readable
+
+ERRORS = (
+    "commit was given a kept count outside 0 .. new tokens of its row (it was clamped)",
+    "an attention_mask had padding between tokens (the tokens were packed)",
+    "a row was given more tokens than max_seqlen leaves room for (the surplus was dropped)",
+)
+_KEPT, _INTERIOR, _OVERFLOW = range(3)
+
+
+class Packing:
+    """Which positions of a call are real tokens: packing moves each row's tokens to the front.
+
+    Args:
+        attention_mask: (rows, t), nonzero = a token; None is all tokens.
+        length: (rows,) int64, real tokens of each row, at most what the mask says; None is what the mask says.
+
+    Attributes:
+        valid: (rows, t) bool in packed order, or None if every position is a real token.
+    """
+
+    def __init__(self, attention_mask: Tensor | None, t: int, length: Tensor | None = None):
+        self.valid: Tensor | None = None
+        self._order: Tensor | None = None
+        self._shown: Tensor | None = None
+        if attention_mask is not None:
+            real = attention_mask != 0
+            length = real.sum(1) if length is None else length
+            count = real.long().cumsum(1) - 1  # packed position of each real token
+            self._order = torch.argsort(real.logical_not().to(torch.uint8), dim=1, stable=True)
+            self._count = count.clamp(min=0)
+            self._shown = real.logical_and(count < length.unsqueeze(1))
+        if length is not None:
+            self.valid = torch.arange(t, device=length.device) < length.unsqueeze(1)
+
+    def pack(self, x: Tensor) -> Tensor:
+        """(rows, t, ...): each row's real tokens first, exact zeros behind; without a mask, ``x`` itself."""
+        if self._order is None:
+            return x
+        return masked(x.gather(1, _like(self._order, x).expand_as(x)), self.valid)
+
+    def unpack(self, y: Tensor) -> Tensor:
+        """The inverse of ``pack``: exact zeros at masked positions and for rows that are off."""
+        if self._shown is None:
+            return masked(y, self.valid)
+        return masked(y.gather(1, _like(self._count, y).expand_as(y)), self._shown)
+
+
+class Step(Packing):
+    """One open step: t new positions for some cache rows, of which some are real tokens.
+
+    Attributes:
+        t: positions of the call, padding included.
+        scan: t > step_tokens, so the new tokens go straight into the checkpoint.
+        cache_rows: (rows of the call,) int64, with an arbitrary row for a row that is off; None is all, in order.
+        start: (rows of the call,) int64, tokens committed before the step; 0 for a row that is off.
+        asked: (rows of the call,) int64, real new tokens that the call brings; 0 for a row that is off.
+        length: (rows of the call,) int64, those of them for which max_seqlen leaves room.
+        present: (batch,) bool, cache rows that take part, or None if all do, in order.
+        row_length: (batch,) int64, ``length`` by cache row.
+        flushing: (batch,) bool, cache rows whose committed records are folded at the start of the step.
+    """
+
+    def __init__(self, clock: "Clock", t: int, rows: Tensor | None, attention_mask: Tensor | None):
+        self.t, self.rows, self.attention_mask = t, rows, attention_mask
+        self.scan = t > clock.step_tokens
+        batch, device = clock.batch, clock.seqlen.device
+        self.present = self._source = self.cache_rows = None
+        if rows is not None:
+            self.cache_rows = rows.long().clamp(min=0)
+            slot = torch.where(rows < 0, batch, rows.long())  # rows that are off share a slot behind the last row
+            self._source = slot.new_zeros(batch + 1).scatter(0, slot, torch.arange(len(rows), device=device))[:batch]
+            self.present = torch.zeros(batch + 1, dtype=torch.bool, device=device).scatter(0, slot, True)[:batch]
+        self.start = self._if_on(self.take(clock.seqlen))
+        self.asked = torch.full_like(self.start, t) if attention_mask is None else (attention_mask != 0).sum(1)
+        self.asked = self._if_on(self.asked)
+        self.length = self.asked
+        if clock.max_seqlen is not None:
+            self.length = self.asked.minimum(clock.max_seqlen - self.start)
+        all_real = attention_mask is None and rows is None and clock.max_seqlen is None
+        super().__init__(attention_mask, t, None if all_real else self.length)
+        self.row_length = self.put(self.length)
+        pending = clock.seqlen - clock.flushed
+        self.flushing = pending > 0 if self.scan else pending + self.row_length > clock.window
+        if self.present is not None:
+            self.row_length = torch.where(self.present, self.row_length, 0)
+            self.flushing = self.flushing.logical_and(self.present)
+
+    def take(self, cached: Tensor) -> Tensor:
+        """Cache rows -> rows of the call; an arbitrary row stands in for a row that is off."""
+        return cached if self.cache_rows is None else cached.index_select(0, self.cache_rows)
+
+    def put(self, values: Tensor) -> Tensor:
+        """Rows of the call -> cache rows; arbitrary values where a cache row is not ``present``."""
+        return values if self._source is None else values.index_select(0, self._source)
+
+    def _if_on(self, counts: Tensor) -> Tensor:
+        return counts if self.rows is None else torch.where(self.rows < 0, 0, counts)
+
+
+class Clock:
+    """The counters of every row of a cache; both only grow until a row is reset.
+
+    Attributes:
+        seqlen: (batch,) int64, tokens committed.
+        flushed: (batch,) int64, tokens inside the checkpoint; seqlen - flushed records are pending.
+        errors: (len(ERRORS),) bool, set on the device where a value could not be checked on the host.
+        step: the open step, or None.
+    """
+
+    def __init__(self, batch: int, window: int, step_tokens: int, max_seqlen: int | None, device: torch.device):
+        self.batch, self.window, self.step_tokens, self.max_seqlen = batch, window, step_tokens, max_seqlen
+        self.seqlen = torch.zeros(batch, dtype=torch.int64, device=device)
+        self.flushed = torch.zeros_like(self.seqlen)
+        self.errors = torch.zeros(len(ERRORS), dtype=torch.bool, device=device)
+        self.step: Step | None = None
+
+    @property
+    def capacity(self) -> int:
+        """Most records that are live at once: a full window, or the tokens of one step."""
+        return max(self.window, self.step_tokens)
+
+    def open(
+        self, where: str, t: int, rows: Tensor | None, attention_mask: Tensor | None, parents: Tensor | None
+    ) -> Step:
+        """Open a step, or join the open one.
+
+        Raises:
+            ValueError: rows or attention_mask have a wrong shape, dtype or device, or values that can be seen to be
+                out of range; nothing has changed then.
+            RuntimeError: the arguments differ from those of the open step.
+        """
+        if parents is not None:
+            raise NotImplementedError(f"{where}: draft trees (parents) do not exist yet; pass a chain, parents=None.")
+        if self.step is not None:
+            return self._join(where, t, rows, attention_mask)
+        self._check_arguments(where, t, rows, attention_mask)
+        step = Step(self, t, rows, attention_mask)
+        self._check_values(where, step)
+        self.step = step
+        return step
+
+    def refuse_open(self, where: str) -> None:
+        """Raise RuntimeError between a step and its commit, when some modules have moved on and others not."""
+        if self.step is not None:
+            raise RuntimeError(
+                f"{where} must not be used between a step and its commit; got an open step of t={self.step.t}. "
+                "Call cache.commit() first; after a step that failed half way, cache.reset()."
+            )
+
+    def close(self, n: int | Tensor | None) -> None:
+        """Keep the first n new tokens of each row, roll back the rest, and advance the counters."""
+        step = self.step
+        assert step is not None
+        kept = step.row_length
+        if n is not None:
+            asked = step.put(n) if isinstance(n, Tensor) else torch.full_like(kept, n)
+            asked = asked if step.present is None else torch.where(step.present, asked, 0)
+            kept = asked.clamp(min=0).minimum(step.row_length)
+            self.errors[_KEPT].logical_or_((kept != asked).any())
+        self.flushed.copy_(torch.where(step.flushing, self.seqlen, self.flushed))
+        self.seqlen.add_(kept)
+        if step.scan:  # a scan leaves no records
+            scanned = self.seqlen if step.present is None else torch.where(step.present, self.seqlen, self.flushed)
+            self.flushed.copy_(scanned)
+        self.step = None
+
+    def check_kept(self, n: int | Tensor | None) -> None:
+        """Refuse, before anything changes, a kept count that can be seen to be wrong."""
+        step, where = self.step, "ReplayStateCache.commit"
+        assert step is not None
+        if n is None:
+            return
+        expect(
+            not step.scan,
+            f"{where}: n must be None after a step of more than step_tokens={self.step_tokens} tokens, which goes "
+            f"straight into the checkpoint; got n={n!r}. Commit everything, or feed drafts in steps of at most "
+            f"step_tokens tokens.",
+        )
+        most = step.length
+        if isinstance(n, Tensor):
+            advice = "Give one count for each row of the step."
+            expect_integers(where, "n", n)
+            expect_shape(where, "n", n, (len(step.length),), advice)
+            if not readable(n):
+                return
+            counts = n
+            if step.rows is not None and readable(step.rows):
+                most = torch.where(step.rows < 0, 0, most)
+        else:
+            expect(
+                isinstance(n, int) and not isinstance(n, bool),
+                f"{where}: n must be None, an int or an integer tensor; got {n!r}. Pass the number of tokens to keep.",
+            )
+            counts = torch.full((len(step.length),), n)
+            if step.rows is not None and readable(step.rows):
+                counts = torch.where(step.rows < 0, 0, counts)  # an int speaks of the rows that are on
+        most = most if readable(most) else torch.full_like(counts, step.t)
+        expect(
+            bool(((counts >= 0) & (counts <= most)).all()),
+            f"{where}: n must be between 0 and the real new tokens of each row, {most.tolist()}; got "
+            f"{counts.tolist()}. Keep at most what the step was given (0 for a row that is off).",
+        )
+
+    def _join(self, where: str, t: int, rows: Tensor | None, attention_mask: Tensor | None) -> Step:
+        step = self.step
+        assert step is not None
+        same = t == step.t and rows is step.rows and attention_mask is step.attention_mask
+        if not same:
+            raise RuntimeError(
+                f"{where}: an open step must get the same t, rows and attention_mask objects from every module; got "
+                f"t={t} after t={step.t}, or another rows or attention_mask object. Commit the open step first, and "
+                "pass one object through the whole model."
+            )
+        return step
+
+    def _check_arguments(self, where: str, t: int, rows: Tensor | None, attention_mask: Tensor | None) -> None:
+        device = self.seqlen.device
+        expect(t >= 1, f"{where}: a step must have at least 1 token; got t={t}. Skip the call instead.")
+        if rows is not None:
+            expect_integers(where, "rows", rows)
+            expect_shape(where, "rows", rows, ("batch",), "Give the cache row of each row of the input, -1 for off.")
+            expect(rows.device == device, _wrong_device(where, "rows", rows, device))
+            if readable(rows):
+                on = rows[rows >= 0]
+                expect(
+                    bool((rows >= -1).all()) and bool((on < self.batch).all()) and len(on.unique()) == len(on),
+                    f"{where}: rows must be -1 or distinct cache rows 0 .. {self.batch - 1}; got {rows.tolist()}. "
+                    "Give each cache row at most once.",
+                )
+        if attention_mask is not None:
+            batch = self.batch if rows is None else len(rows)
+            advice = "Give one entry for each position of the input, 1 for a token and 0 for padding."
+            expect_shape(where, "attention_mask", attention_mask, (batch, t), advice)
+            expect(
+                not attention_mask.is_floating_point(),
+                f"{where}: attention_mask must be bool or integer, 1 = a token; got {attention_mask.dtype}. "
+                "An additive mask does not fit: pass which positions are tokens.",
+            )
+            expect(attention_mask.device == device, _wrong_device(where, "attention_mask", attention_mask, device))
+
+    def _check_values(self, where: str, step: Step) -> None:
+        """Raise where values may be read, set the error flags where they may not."""
+        if step.attention_mask is not None:
+            interior = has_interior_padding(step.attention_mask)
+            if readable(interior) or (step.scan and not torch.compiler.is_compiling()):
+                refuse_interior_padding(where, interior)
+            else:
+                self.errors[_INTERIOR].logical_or_(interior)
+        if self.max_seqlen is None:
+            return
+        total = step.start + step.asked
+        if readable(total):
+            expect(
+                bool((total <= self.max_seqlen).all()),
+                f"{where}: seqlen + new tokens must be at most max_seqlen={self.max_seqlen}; got "
+                f"{int(total.max())}. Build the cache with a larger max_seqlen, or reset the row.",
+            )
+            return
+        expect(
+            step.t <= self.max_seqlen,
+            f"{where}: t must be at most max_seqlen={self.max_seqlen}; got {step.t}. "
+            "Build the cache with a larger max_seqlen.",
+        )
+        self.errors[_OVERFLOW].logical_or_((total > self.max_seqlen).any())
+
+
+class ModuleState:
+    """What one stateful module keeps in a cache. A subclass adds its tensors and names them in ``tensors``.
+
+    Attributes:
+        clock: the cache's counters; set by the cache.
+        name: the module's name in the model; set by the cache.
+        step: the open step in which the module has been called, or None.
+    """
+
+    clock: Clock
+    name: str
+    step: Step | None = None
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Name -> tensor, cache row first; reset, reorder, copies and byte counts work on these alone."""
+        raise NotImplementedError
+
+    def fold(self, which: Tensor) -> None:
+        """Fold the pending records of the cache rows in ``which`` (batch,) bool; most modules have none."""
+
+    def open_step(
+        self,
+        t: int,
+        rows: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        parents: Tensor | None = None,
+    ) -> Step:
+        """Open the step of this model call, or join it; once a step.
+
+        Args:
+            t: positions of the call, padding included.
+            rows: (rows of the call,) int, cache row of each row of the call, -1 for off; None is all rows in order.
+            attention_mask: (rows of the call, t), 1 = a token; None is all tokens.
+            parents: reserved for draft trees.
+
+        Raises:
+            ValueError: see ``Clock.open``.
+            RuntimeError: this module has been called in the open step, or the step was opened with other arguments.
+        """
+        if self.step is not None:
+            raise RuntimeError(
+                f"{self.name}: a module must be called once in a step; got a second call before commit. "
+                "Call cache.commit() after each model step; after a step that failed half way, cache.reset()."
+            )
+        step = self.clock.open(self.name, t, rows, attention_mask, parents)
+        self.step = step
+        return step
+
+
+@runtime_checkable
+class StatefulModule(Protocol):
+    """A module that keeps something for each sequence: replay layers and attention."""
+
+    def alloc_state(
+        self,
+        batch: int,
+        *,
+        window: int,
+        step_tokens: int,
+        max_seqlen: int | None,
+        checkpoint: str,
+        read_format: str | None,
+        device: torch.device | str | None,
+    ) -> ModuleState:
+        """All memory that the module needs for ``batch`` rows."""
+        ...
+
+
+def masked(x: Tensor, valid: Tensor | None) -> Tensor:
+    """``x`` (rows, t, ...) with exact zeros where ``valid`` (rows, t) is False, NaN included; None masks nothing."""
+    return x if valid is None else torch.where(_like(valid, x), x, 0)
+
+
+def has_interior_padding(attention_mask: Tensor) -> Tensor:
+    """() bool: some row has a masked position between two real ones."""
+    real = attention_mask != 0
+    begins = real[:, 0].long() + (real[:, 1:] & ~real[:, :-1]).sum(1)
+    return (begins > 1).any()
+
+
+def refuse_interior_padding(where: str, interior: Tensor) -> None:
+    """Raise ValueError if the flag from ``has_interior_padding`` is set; reads it."""
+    expect(
+        not bool(interior),
+        f"{where}: attention_mask must have its zeros on the left or on the right of a row's tokens; got zeros "
+        "between tokens. Use left padding.",
+    )
+
+
+def _like(index: Tensor, x: Tensor) -> Tensor:
+    """(rows, t) -> (rows, t, 1, ...) with as many axes as ``x``."""
+    return index.reshape(index.shape + (1,) * (x.ndim - 2))
+
+
+def _wrong_device(where: str, name: str, tensor: Tensor, device: torch.device) -> str:
+    return f"{where}: {name} must be on the cache's device {device}; got {tensor.device}. Move it there first."

@@ -1,0 +1,226 @@
+"""``ReplayLayer``: a layer is its projections; the recurrence is declared, and ``forward`` is shared and final."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, Protocol, TypedDict, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from replayssm.cache.layer_state import LayerState
+from replayssm.cache.step import Packing, has_interior_padding, masked, refuse_interior_padding
+from replayssm.checks import expect, expect_exists, expect_positive, expect_shape, refuse_grad
+from replayssm.ops import chunked
+from replayssm.ops.records import Records, Recurrence
+
+
+class Placement(TypedDict):
+    """Where and in which dtype parameters are made."""
+
+    device: torch.device | str | None
+    dtype: torch.dtype | None
+
+
+class ReplayLayer(nn.Module):
+    """Base of every replay layer. A subclass declares ``recurrence`` and writes ``project`` and ``emit``.
+
+    ``layer(x)`` is the training path, with autograd; ``layer(x, state)`` continues the sequences held in ``state``.
+
+    Args:
+        nheads: value heads.
+        headdim: value features of a head.
+        d_state: key features of a head.
+        ngroups: key heads; value head h reads key head h // (nheads // ngroups).
+        d_model: features of ``x``; None does not check them.
+        conv_channels: channels of the short convolution, 0 without one.
+        d_conv: its width in tokens.
+        scan_backend: "auto" or "torch".
+
+    Raises:
+        ValueError: a size below 1, or nheads is not a multiple of ngroups.
+    """
+
+    recurrence: ClassVar[Recurrence]
+
+    def __init__(
+        self,
+        *,
+        nheads: int,
+        headdim: int,
+        d_state: int,
+        ngroups: int,
+        d_model: int | None = None,
+        conv_channels: int = 0,
+        d_conv: int = 1,
+        scan_backend: Literal["auto", "torch"] = "auto",
+    ):
+        name = type(self).__name__
+        expect_positive(name, nheads=nheads, headdim=headdim, d_state=d_state, ngroups=ngroups, d_conv=d_conv)
+        expect(
+            nheads % ngroups == 0,
+            f"{name}: nheads must be a multiple of ngroups={ngroups}; got {nheads}. Every group serves as many heads.",
+        )
+        expect_exists(name, "scan_backend", scan_backend, ("auto", "torch"))
+        super().__init__()
+        self.nheads, self.headdim, self.d_state, self.ngroups = nheads, headdim, d_state, ngroups
+        self.d_model, self.conv_channels, self.d_conv, self.scan_backend = d_model, conv_channels, d_conv, scan_backend
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "forward" in cls.__dict__:
+            raise TypeError(f"{cls.__name__}: forward is final in ReplayLayer; write project and emit instead.")
+
+    def project(self, x: Tensor, conv_state: LayerState | None, mask: Tensor | None) -> tuple[Tensor, Records, Any]:
+        """Turn inputs into read keys and records.
+
+        Args:
+            x: (batch, t, d_model), each row's real tokens first, zeros behind them.
+            conv_state: goes to ``layers.conv.with_history``; None without a cache or without a convolution.
+            mask: (batch, t) bool, real tokens; None if all are. What is returned elsewhere is ignored.
+
+        Returns:
+            q (batch, t, ngroups, d_state), records, and whatever ``emit`` needs.
+        """
+        raise NotImplementedError(f"{type(self).__name__}: project must be written by the subclass.")
+
+    def emit(self, y: Tensor, extra: Any) -> Tensor:
+        """(batch, t, nheads, headdim) in fp32 or fp64, and the extra of ``project`` -> (batch, t, d_model)."""
+        raise NotImplementedError(f"{type(self).__name__}: emit must be written by the subclass.")
+
+    def limit(self, records: Records) -> Records:
+        """Limits that hold in a scan (training, prefill) and not in a step; none by default."""
+        return records
+
+    def forward(
+        self,
+        x: Tensor,
+        state: LayerState | None = None,
+        *,
+        attention_mask: Tensor | None = None,
+        rows: Tensor | None = None,
+        parents: Tensor | None = None,
+    ) -> Tensor:
+        """Run the layer over ``x``, alone or as a step on the sequences in ``state``.
+
+        Args:
+            x: (batch, t, d_model).
+            state: the layer's part of a cache, ``cache[i]`` or ``cache.state_of(layer)``; without it nothing is kept.
+            attention_mask: (batch, t), 1 = a token, padding on the left or right; a masked position is as if it were
+                not there. None is all tokens.
+            rows: (batch,) int, cache row of each row of x, -1 for off; None is all rows in order.
+            parents: reserved for draft trees.
+
+        Returns:
+            (batch, t, d_model), dtype as the output projection gives it; exact zeros at masked positions and for rows
+            that are off.
+
+        Raises:
+            ValueError: shapes, dtypes, devices or visible values that do not fit; the cache has not changed then.
+            RuntimeError: gradients are enabled in a step with a state, or a second call before commit.
+        """
+        self._check_input(x, state, rows, parents)
+        if state is None:
+            return self._forward_whole(x, attention_mask)
+        refuse_grad(f"{type(self).__name__}.forward", self, x)
+        step = state.open_step(x.shape[1], rows, attention_mask, parents)
+        q, records, extra = self.project(step.pack(x), state if self.conv_channels else None, step.valid)
+        y = state.scan(q, self.limit(records)) if step.scan else state.replay(q, records)
+        return step.unpack(self.emit(y, extra))
+
+    def _forward_whole(self, x: Tensor, attention_mask: Tensor | None) -> Tensor:
+        where = f"{type(self).__name__}.forward"
+        if attention_mask is not None:
+            advice = "Give one entry for each position of x, 1 for a token and 0 for padding."
+            expect_shape(where, "attention_mask", attention_mask, x.shape[:2], advice)
+            if not torch.compiler.is_compiling():
+                refuse_interior_padding(where, has_interior_padding(attention_mask))
+        packing = Packing(attention_mask, x.shape[1])
+        q, records, extra = self.project(packing.pack(x), None, packing.valid)
+        records = Records(*(masked(field, packing.valid) for field in self.limit(records)))
+        y, _ = chunked.scan(q, records, None, self.recurrence)
+        return packing.unpack(self.emit(y, extra))
+
+    def alloc_state(
+        self,
+        batch: int,
+        *,
+        window: int,
+        step_tokens: int,
+        max_seqlen: int | None,
+        checkpoint: str,
+        read_format: str | None,
+        device: torch.device | str | None,
+    ) -> LayerState:
+        """The layer's part of a cache for ``batch`` rows; ``max_seqlen`` does not change its size."""
+        largest = self._largest_parameter()
+        return LayerState(
+            batch,
+            nheads=self.nheads,
+            headdim=self.headdim,
+            d_state=self.d_state,
+            ngroups=self.ngroups,
+            recurrence=self.recurrence,
+            conv_channels=self.conv_channels,
+            d_conv=self.d_conv,
+            window=window,
+            step_tokens=step_tokens,
+            checkpoint=checkpoint,
+            read_format=read_format,
+            dtype=largest.dtype,
+            device=largest.device if device is None else device,
+        )
+
+    def reset_parameters(self) -> None:
+        """Draw all parameters afresh; a subclass with parameters of its own extends this."""
+        for child in self.children():
+            if isinstance(child, _Resettable):
+                child.reset_parameters()
+
+    def extra_repr(self) -> str:
+        sizes: Mapping[str, int] = {
+            name: getattr(self, name) for name in ("nheads", "headdim", "d_state", "ngroups", "d_conv")
+        }
+        return ", ".join(f"{name}={size}" for name, size in sizes.items())
+
+    def _largest_parameter(self) -> Tensor:
+        """Its dtype is the activations'; A_log and norm weights may be kept in a wider one."""
+        floating = [p for p in self.parameters() if p.is_floating_point()]
+        return max(floating, key=torch.Tensor.numel) if floating else torch.empty(0)
+
+    def _check_input(self, x: Tensor, state: LayerState | None, rows: Tensor | None, parents: Tensor | None) -> None:
+        name = type(self).__name__
+        where = f"{name}.forward"
+        batch: int | str = "batch"
+        if state is not None:
+            if not isinstance(state, LayerState) or state.geometry != (self.nheads, self.headdim, self.d_state):
+                raise ValueError(
+                    f"{where}: state must be this layer's part of a cache; got {type(state).__name__} of another "
+                    "geometry or kind. Pass cache.state_of(layer)."
+                )
+            batch = state.clock.batch if rows is None else len(rows)
+            expect(
+                x.device == state.conv.device,
+                f"{where}: x must be on the state's device {state.conv.device}; got {x.device}. Move x there first.",
+            )
+        elif rows is not None or parents is not None:
+            raise ValueError(f"{where}: rows and parents must come with a state; got none. Pass cache.state_of(layer).")
+        width: int | str = "d_model" if self.d_model is None else self.d_model
+        if state is not None and x.ndim == 3 and rows is None:
+            advice = f"The cache has {batch} rows: pass one row for each, or rows=."
+        else:
+            advice = (
+                f"The layer was built with d_model={width}: project x first, or build the layer for these features."
+            )
+        expect_shape(where, "x", x, (batch, "t", width), advice)
+        expect(x.shape[1] >= 1, f"{where}: x must have at least 1 token; got {tuple(x.shape)}. Skip the call instead.")
+        dtypes = {p.dtype for p in self.parameters() if p.is_floating_point()}
+        fits = x.dtype in dtypes or (x.is_floating_point() and (not dtypes or torch.is_autocast_enabled(x.device.type)))
+        expect(
+            fits,
+            f"{where}: x must have the layer's dtype {' or '.join(sorted(map(str, dtypes)))}; got {x.dtype}. "
+            "Convert x, or call under torch.autocast.",
+        )
+
+
+@runtime_checkable
+class _Resettable(Protocol):
+    def reset_parameters(self) -> None: ...

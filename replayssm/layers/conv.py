@@ -1,0 +1,36 @@
+"""The short causal convolution: depthwise, then SiLU. Its history comes in front of its input."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from replayssm.cache.layer_state import LayerState
+
+
+class ShortConv(nn.Conv1d):
+    """A depthwise causal convolution over time and the SiLU that every family puts behind it.
+
+    Parameters are those of ``nn.Conv1d``: weight (channels, 1, d_conv), bias (channels).
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        d_conv: int,
+        *,
+        bias: bool,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__(channels, channels, d_conv, groups=channels, bias=bias, device=device, dtype=dtype)
+
+    def forward(self, window: Tensor) -> Tensor:
+        """(batch, d_conv - 1 + t, channels), history first -> (batch, t, channels)."""
+        return F.silu(super().forward(window.transpose(1, 2)).transpose(1, 2))
+
+
+def with_history(x: Tensor, conv_state: LayerState | None, d_conv: int) -> Tensor:
+    """Put the last d_conv - 1 inputs before ``x`` (batch, t, channels): the cached ones, or zeros without a cache."""
+    if conv_state is not None:
+        return conv_state.extend_conv(x)
+    return F.pad(x, (0, 0, d_conv - 1, 0))

@@ -1,0 +1,1 @@
+"""The three verbs (scan, replay, flush) over records: reference and chunked."""

@@ -1,0 +1,209 @@
+"""scan, replay and flush as matrix products in plain PyTorch: any device, any length, autograd through ``scan``.
+
+All three are the same few lines over one chunk of tokens (a window of records is a chunk): solve for the write vectors
+``u``, read the outputs, fold the writes into the state. A decay is always the exponential of a sum of log decays
+between two tokens, formed from those tokens alone: never positive, so nothing overflows, and never the difference of
+two long sums, so nothing cancels. Products and sums run in fp32, or in fp64 when an input or the state is fp64; also
+under autocast.
+
+Inside a chunk every tensor is (batch, group, value head of the group, time, features), so that keys are stored once a
+group and broadcast. Formulas: docs/math.md, sections 2 and 3.
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from replayssm.ops.records import Records, Recurrence
+
+CHUNK = 64  # tokens; a fixed length keeps one compiled graph for every short sequence
+
+
+def scan(q: Tensor, records: Records, state: Tensor | None, recurrence: Recurrence) -> tuple[Tensor, Tensor]:
+    """Run a whole sequence through the recurrence.
+
+    Args:
+        q: (batch, t, ngroups, d_state), the read keys, t >= 1.
+        records: t tokens, oldest first.
+        state: (batch, nheads, headdim, d_state) before the first token, left as it was; None is zeros.
+        recurrence: which of the recurrences.
+
+    Returns:
+        Outputs (batch, t, nheads, headdim) and the final state (batch, nheads, headdim, d_state), fp32 or fp64.
+    """
+    dtype = compute_dtype(records.v, records.g, state)
+    if state is None:
+        batch, _, nheads, headdim = records.v.shape
+        state = records.v.new_zeros((batch, nheads, headdim, records.k.shape[-1]), dtype=dtype)
+    state = _by_group(state.to(dtype), records.k.shape[2])
+    outputs = []
+    with _full_precision(q):
+        for chunk_q, chunk in _chunks(q, records):
+            chunk_q, k, v, g, beta = _chunk_layout(chunk_q, chunk, dtype)
+            u = _writes(k, v, g, beta, state, recurrence)
+            outputs.append(_read(chunk_q, k, u, g, state, recurrence))
+            state = _fold(k, u, g, state)
+    y = torch.cat(outputs, dim=3)[:, :, :, : q.shape[1]]
+    return _by_time(y), state.flatten(1, 2)
+
+
+def replay(q: Tensor, records: Records, checkpoint: Tensor, recurrence: Recurrence) -> Tensor:
+    """Outputs of the newest tokens, from the checkpoint and every record since; neither is changed.
+
+    The delta rule's write vectors are solved from the raw records and the checkpoint, so nothing derived is kept
+    between steps.
+
+    Args:
+        q: (batch, t, ngroups, d_state), the read keys of the t newest tokens.
+        records: the live records, oldest first; the last t belong to the new tokens. A record with k, v, g, beta of 0
+            is as if it were not there.
+        checkpoint: (batch, nheads, headdim, d_state), the state before the first record.
+        recurrence: which of the recurrences.
+
+    Returns:
+        (batch, t, nheads, headdim), fp32 or fp64.
+
+    Cost: the state is read once, nothing is written.
+    """
+    dtype = compute_dtype(records.v, records.g, checkpoint)
+    state = _by_group(checkpoint.to(dtype), records.k.shape[2])
+    with _full_precision(q):
+        q, k, v, g, beta = _chunk_layout(q, records, dtype)
+        return _by_time(_read(q, k, _writes(k, v, g, beta, state, recurrence), g, state, recurrence))
+
+
+def flush(records: Records, checkpoint: Tensor, recurrence: Recurrence) -> Tensor:
+    """The state after ``records``, oldest first, from the state before them; neither is changed.
+
+    Args:
+        records: the committed tokens since the checkpoint. A record with k, v, g, beta of 0 is as if it were not there.
+        checkpoint: (batch, nheads, headdim, d_state), the state before the first record.
+        recurrence: which of the recurrences.
+
+    Returns:
+        (batch, nheads, headdim, d_state), fp32 or fp64.
+
+    Cost: the state is read once; the caller writes the result.
+    """
+    dtype = compute_dtype(records.v, records.g, checkpoint)
+    state = _by_group(checkpoint.to(dtype), records.k.shape[2])
+    with _full_precision(checkpoint):
+        _, k, v, g, beta = _chunk_layout(records.k, records, dtype)
+        return _fold(k, _writes(k, v, g, beta, state, recurrence), g, state).flatten(1, 2)
+
+
+def compute_dtype(*tensors: Tensor | None) -> torch.dtype:
+    """fp64 if any of the tensors is, else fp32."""
+    return torch.float64 if any(x is not None and x.dtype == torch.float64 for x in tensors) else torch.float32
+
+
+def _writes(k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, recurrence: Recurrence) -> Tensor:
+    """The write vectors u of a chunk, (batch, group, head, time, headdim), given the state before it.
+
+    Delta rule: u_s = beta_s (v_s - S_(s-1) k_s) for every s at once is (I + A) U = R, with
+    A[s, i] = beta_s <k_s e^(G_s - G_i), k_i> below the diagonal and R[s] = beta_s (v_s - S (e^(G_s) k_s)).
+    """
+    if not recurrence.delta:
+        return beta * v
+    from_checkpoint = (k * g.cumsum(-2).exp()) @ state.mT
+    among_tokens = beta * _decayed_gram(k, k, g, recurrence)
+    # only what stands below the diagonal is read: the solve takes the diagonal as ones
+    return torch.linalg.solve_triangular(among_tokens, beta * (v - from_checkpoint), upper=False, unitriangular=True)
+
+
+def _read(q: Tensor, k: Tensor, u: Tensor, g: Tensor, state: Tensor, recurrence: Recurrence) -> Tensor:
+    """Outputs of the last q.shape[-2] tokens of a chunk: what the state holds for q, and what the chunk wrote."""
+    elapsed = g.cumsum(-2)[..., -q.shape[-2] :, :]
+    return (q * elapsed.exp()) @ state.mT + _decayed_gram(q, k, g, recurrence) @ u
+
+
+def _fold(k: Tensor, u: Tensor, g: Tensor, state: Tensor) -> Tensor:
+    """The state after a chunk: every write decayed by what follows it."""
+    return state * g.sum(-2, keepdim=True).exp() + u.mT @ (k * _sum_after(g).exp())
+
+
+def _decayed_gram(x: Tensor, k: Tensor, g: Tensor, recurrence: Recurrence) -> Tensor:
+    """<x_s e^(G_s - G_i), k_i> for i <= s, zero for i > s; x stands for the last x.shape[-2] tokens of the chunk.
+
+    Returns:
+        (batch, group, head, x.shape[-2], time)
+    """
+    if recurrence.decay == "head":
+        return (x @ k.mT) * _pairwise_decay(g)[..., -x.shape[-2] :, :]
+    return _channel_gram(x, k, g)
+
+
+def _pairwise_decay(g: Tensor) -> Tensor:
+    """e^(g_(i+1) + ... + g_s) for i <= s, zero for i > s: (..., time, 1) -> (..., time, time)."""
+    time = g.shape[-2]
+    after = torch.ones(time, time, dtype=torch.bool, device=g.device).tril(-1)
+    total = torch.where(after, g, 0).cumsum(-2)
+    # masked before the exponential: the gradient of exp(-inf) is zero, that of a masked overflow is NaN
+    return torch.where(after.logical_or(torch.eye(time, dtype=torch.bool, device=g.device)), total, -torch.inf).exp()
+
+
+def _channel_gram(x: Tensor, k: Tensor, g: Tensor) -> Tensor:
+    """``_decayed_gram`` for a decay per channel, which cannot be taken out of the inner product.
+
+    Blocks of 1, 2, 4, ... tokens are joined in pairs. Between the halves of a pair the decay factors at the border,
+    e^(G_s - G_i) = e^(G_s - G_border) e^(G_border - G_i), and both exponents are <= 0: a product of matrices a level.
+    """
+    rows, time = x.shape[-2], k.shape[-2]
+    size = 1 << (time - 1).bit_length()
+    x = F.pad(x, (0, 0, time - rows, size - time))
+    k, g = F.pad(k, (0, 0, 0, size - time)), F.pad(g, (0, 0, 0, size - time))
+    x, k, g = torch.broadcast_tensors(x, k, g)
+    gram = (x * k).sum(-1)[..., None, None]  # (..., blocks, block, block)
+    block = 1
+    while block < size:
+        (_, x_late), (k_early, _), (g_early, g_late) = (
+            field.unflatten(-2, (-1, 2, block)).unbind(-3) for field in (x, k, g)
+        )
+        corner = (x_late * g_late.cumsum(-2).exp()) @ (k_early * _sum_after(g_early).exp()).mT
+        early, late = gram.unflatten(-3, (-1, 2)).unbind(-3)
+        gram = torch.cat([torch.cat([early, torch.zeros_like(corner)], -1), torch.cat([corner, late], -1)], -2)
+        block *= 2
+    return gram.squeeze(-3)[..., time - rows : time, :time]
+
+
+def _sum_after(g: Tensor) -> Tensor:
+    """g_(i+1) + ... + g_last for each token i, along the time axis -2."""
+    return F.pad(g[..., 1:, :].flip(-2).cumsum(-2).flip(-2), (0, 0, 0, 1))
+
+
+def _chunks(q: Tensor, records: Records) -> Iterator[tuple[Tensor, Records]]:
+    """Pieces of CHUNK tokens; the last one is filled up with records of zeros, which change nothing."""
+    for q_piece, *fields in zip(*(x.split(CHUNK, dim=1) for x in (q, *records)), strict=True):
+        missing = CHUNK - q_piece.shape[1]
+        filled = [F.pad(x, (0, 0) * (x.ndim - 2) + (0, missing)) for x in (q_piece, *fields)]
+        yield filled[0], Records(*filled[1:])
+
+
+def _chunk_layout(q: Tensor, records: Records, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """q, k, v, g, beta as (batch, group, head, time, features) in the compute dtype."""
+    groups = records.k.shape[2]
+    k, q = (x.to(dtype).transpose(1, 2).unsqueeze(2) for x in (records.k, q))
+    v, g, beta = (
+        _by_group(x.to(dtype).transpose(1, 2), groups) for x in (records.v, records.g, records.beta[..., None])
+    )
+    return q, k, v, g, beta
+
+
+def _by_group(x: Tensor, groups: int) -> Tensor:
+    """(batch, nheads, ...) -> (batch, group, head, ...): head h belongs to group h // (nheads // ngroups)."""
+    return x.unflatten(1, (groups, -1))
+
+
+def _by_time(y: Tensor) -> Tensor:
+    """(batch, group, head, time, headdim) -> (batch, time, nheads, headdim)."""
+    return y.flatten(1, 2).transpose(1, 2)
+
+
+def _full_precision(x: Tensor) -> AbstractContextManager[object]:
+    """Autocast switched off: it would run these products in bf16."""
+    if not torch.amp.is_autocast_available(x.device.type):
+        return nullcontext()
+    return torch.autocast(x.device.type, enabled=False)

@@ -1,0 +1,69 @@
+"""From logits to a token: greedy, or drawn after temperature, top-k and top-p."""
+
+import torch
+from torch import Tensor
+
+from replayssm.checks import expect, expect_positive
+
+
+class Sampler:
+    """Chooses one token a row from logits.
+
+    Args:
+        temperature: 0 is greedy; otherwise logits are divided by it.
+        top_k: keep the k most probable tokens; None keeps all.
+        top_p: of those, keep the smallest set of most probable tokens whose probability reaches top_p; None keeps all.
+        seed: of the draws; None uses torch's global generator.
+        vocab_size: ids from here on are never chosen; None allows all.
+        device: of the logits.
+
+    Raises:
+        ValueError: a temperature below 0, top_k below 1, top_p outside (0, 1].
+    """
+
+    def __init__(
+        self,
+        temperature: float,
+        *,
+        top_k: int | None,
+        top_p: float | None,
+        seed: int | None,
+        vocab_size: int | None,
+        device: torch.device,
+    ):
+        expect(
+            temperature >= 0,
+            f"generate: temperature must be at least 0; got {temperature}. Use 0 for the most probable token.",
+        )
+        for name, value in (("top_k", top_k), ("vocab_size", vocab_size)):
+            if value is not None:
+                expect_positive("generate", **{name: value})
+        expect(
+            top_p is None or 0 < top_p <= 1,
+            f"generate: top_p must be in (0, 1]; got {top_p}. Use None to keep all tokens.",
+        )
+        self.temperature, self.top_k, self.top_p, self.vocab_size = temperature, top_k, top_p, vocab_size
+        self.generator = None
+        if seed is not None:
+            self.generator = torch.Generator(device).manual_seed(seed)
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """(batch, vocab) -> (batch,) int64."""
+        if self.vocab_size is not None:
+            logits = logits[:, : self.vocab_size]
+        if self.temperature == 0:
+            return logits.argmax(-1)
+        return torch.multinomial(self.probabilities(logits), 1, generator=self.generator).squeeze(1)
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """(batch, vocab) -> the distribution that tokens are drawn from, same shape, fp32."""
+        logits = logits.float() / self.temperature
+        if self.top_k is not None and self.top_k < logits.shape[-1]:
+            smallest_kept = logits.topk(self.top_k).values[:, -1:]
+            logits = logits.masked_fill(logits < smallest_kept, -torch.inf)
+        if self.top_p is not None:
+            values, order = logits.sort(dim=-1, descending=True)
+            probability = values.softmax(-1)
+            before = probability.cumsum(-1) - probability  # of the more probable tokens; 0 for the first, which stays
+            logits = logits.masked_fill((before >= self.top_p).gather(-1, order.argsort(-1)), -torch.inf)
+        return logits.softmax(-1)
