@@ -1,0 +1,60 @@
+"""Every tolerance of the test suite, computed from the numbers at hand; nothing else in the tests holds one.
+
+E64: an fp64 result may miss the fp64 token loop by 1e-12 of the output's RMS, at every element.
+E32: a result may miss the fp64 token loop by 8 times what the same loop misses when it runs in fp32.
+"""
+
+import torch
+from torch import Tensor
+
+REL64 = 1e-12
+SLACK32 = 8.0
+STOCK_FLOOR = 1e-6  # transformers computes in fp32 inside, whatever the dtype of its weights
+
+
+def worst(x: Tensor) -> float:
+    return x.double().abs().max().item() if x.numel() else 0.0
+
+
+def rms(x: Tensor) -> float:
+    largest = worst(x)  # divided out: squares of decayed states underflow
+    return largest * (x.double() / largest).pow(2).mean().sqrt().item() if largest else 0.0
+
+
+def e64(exact: Tensor) -> float:
+    """The absolute error that an fp64 result may have at any element."""
+    return REL64 * rms(exact) + torch.finfo(torch.float64).tiny
+
+
+def e32(plain: Tensor, exact: Tensor) -> float:
+    """The RMS error that a result may have where plain fp32 PyTorch gives ``plain`` for ``exact``."""
+    return SLACK32 * rms(plain.double() - exact.double()) + torch.finfo(torch.float32).eps * rms(exact)
+
+
+def assert_e64(got: Tensor, exact: Tensor, what: str = "output") -> None:
+    assert got.shape == exact.shape, f"{what}: shape {tuple(got.shape)}, expected {tuple(exact.shape)}"
+    assert torch.isfinite(got).all(), f"{what}: {(~torch.isfinite(got)).sum().item()} values are not finite"
+    error, allowed = worst(got.double() - exact.double()), e64(exact)
+    assert error <= allowed, f"{what}: error {error:.2e} is over the budget E64 = {allowed:.2e}"
+
+
+def assert_e32(got: Tensor, exact: Tensor, allowed: float, what: str = "output") -> None:
+    """``allowed`` comes from ``e32`` over a whole run: the error of a few numbers is no yardstick."""
+    assert got.shape == exact.shape, f"{what}: shape {tuple(got.shape)}, expected {tuple(exact.shape)}"
+    assert torch.isfinite(got).all(), f"{what}: {(~torch.isfinite(got)).sum().item()} values are not finite"
+    error = rms(got.double() - exact.double())
+    assert error <= allowed, f"{what}: rms error {error:.2e} is over the budget E32 = {allowed:.2e}"
+
+
+def assert_same_bits(got: Tensor, expected: Tensor, what: str = "tensor") -> None:
+    """Bit for bit, NaN included."""
+    assert got.shape == expected.shape, f"{what}: shape {tuple(got.shape)}, expected {tuple(expected.shape)}"
+    assert got.dtype == expected.dtype, f"{what}: {got.dtype}, expected {expected.dtype}"
+    differs = got.contiguous().view(torch.uint8) != expected.contiguous().view(torch.uint8)
+    assert not differs.any(), f"{what}: differs by up to {worst((got.double() - expected.double()).nan_to_num()):.2e}"
+
+
+def assert_near_stock(got: Tensor, stock: Tensor, what: str = "output") -> None:
+    """Agreement with a third party's code that rounds to fp32 inside."""
+    error, allowed = worst(got.double() - stock.double()), STOCK_FLOOR * max(1.0, rms(stock))
+    assert error <= allowed, f"{what}: differs from transformers by {error:.2e}, allowed {allowed:.2e}"
