@@ -183,7 +183,8 @@ class Attention(nn.Module):
 
     def _check_input(self, x: Tensor, state: KVState | None, rows: Tensor | None, parents: Tensor | None) -> None:
         """Refuse bad arguments before the step opens; opening it checks those that concern the cache."""
-        where, batch = "Attention.forward", "batch"
+        where = "Attention.forward"
+        batch: int | str = "batch"
         if state is None:
             expect(
                 rows is None and parents is None,

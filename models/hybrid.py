@@ -3,14 +3,14 @@
 import copy
 import inspect
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
 
-from replayssm import ReplayGatedDeltaNet, ReplayKDA, ReplayMamba2, ReplayStateCache, hub
+from replayssm import ReplayGatedDeltaNet, ReplayKDA, ReplayLayer, ReplayMamba2, ReplayStateCache, hub
 from replayssm.cache.step import ModuleState, StatefulModule
 from replayssm.checks import (
     expect,
@@ -26,7 +26,8 @@ from replayssm.models.attention import Attention
 from replayssm.models.mlp import MLP
 
 MODEL_TYPE = "replayssm_hybrid"
-MIXERS: dict[str, type[nn.Module]] = {
+Mixer: TypeAlias = ReplayLayer | Attention | MLP
+MIXERS: dict[str, Callable[..., Mixer]] = {
     "mamba2": ReplayMamba2,
     "gated_deltanet": ReplayGatedDeltaNet,
     "kda": ReplayKDA,
@@ -49,7 +50,7 @@ _HEAD = "lm_head.weight"
 class Block(nn.Module):
     """One residual block: x + mixer(norm(x))."""
 
-    def __init__(self, norm: RMSNorm, mixer: nn.Module):
+    def __init__(self, norm: RMSNorm, mixer: Mixer):
         super().__init__()
         self.norm, self.mixer = norm, mixer
         self.stateful = isinstance(mixer, StatefulModule)
@@ -122,12 +123,12 @@ class HybridLM(nn.Module):
         nn.init.normal_(self.embed.weight, std=0.02)
         nn.init.normal_(self.lm_head.weight, std=0.02)
         self.norm.reset_parameters()
-        for block in self.layers:
+        for block in self._blocks():
             block.reset_parameters()
             for name, child in block.mixer.named_children():
                 if name in _OUTPUTS:
                     with torch.no_grad():
-                        child.weight.div_(len(self.layers) ** 0.5)
+                        child.get_parameter("weight").div_(len(self.layers) ** 0.5)
         self._tie()
 
     def forward(
@@ -157,10 +158,10 @@ class HybridLM(nn.Module):
         self._check_call(ids, cache, rows, parents, logits_to_keep)
         if cache is not None:
             refuse_grad("HybridLM", self, self.embed.weight)  # before a layer opens the step that a later one refuses
-            if not any(block.stateful for block in self.layers):
+            if not any(block.stateful for block in self._blocks()):
                 cache.open_step(ids.shape[1], rows, attention_mask, parents)
         x = self.embed(ids.long())
-        for block in self.layers:
+        for block in self._blocks():
             state = cache.state_of(block.mixer) if cache is not None and block.stateful else None
             x = block(x, state, attention_mask=attention_mask, rows=rows, parents=parents)
         return self.lm_head(self.norm(x[:, -logits_to_keep:]))
@@ -246,6 +247,9 @@ class HybridLM(nn.Module):
             vars(parameter).update(vars(old))  # marks such as "no weight decay"
             value = parameter
         setattr(module, name, value)
+
+    def _blocks(self) -> Iterable[Block]:
+        return cast(Iterable[Block], self.layers)
 
     def _tie(self) -> None:
         if self.config["tie_embeddings"]:
