@@ -1,0 +1,234 @@
+"""The ``replayssm`` command."""
+
+import argparse
+import copy
+import io
+import os
+import random
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from replayssm import ReplayStateCache, generate
+from replayssm.models import ByteTokenizer, HybridLM, from_pretrained
+from replayssm.models.hybrid import DTYPES
+from replayssm.plan import conventional_traffic, layer_bytes, replay_traffic
+
+SLACK = 1.5  # replay may be as wrong as conventional decoding in the same dtype, times this; as in the tests
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line ``argv``, that of the process if None.
+
+    Returns:
+        The exit status: 0, 1 if ``--compare`` found a difference that rounding does not explain, 2 for bad input.
+    """
+    options = _parser().parse_args(argv)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a model writes characters that not every terminal has
+    try:
+        return _generate(options)
+    except BrokenPipeError:  # the reader has seen enough; the exit must not try to write the rest
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        return 130
+    except (ValueError, RuntimeError, OSError) as error:
+        print(f"replayssm {options.command}: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="replayssm", description="Decode recurrent language models by replay.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    command = commands.add_parser(
+        "generate", help="continue a text", description="Continue a text, and say what that moved through memory."
+    )
+    command.add_argument("prompt", nargs="?", default="-", help="the text; - or nothing reads it from standard input")
+    command.add_argument("--model", default="tiny", help="folder of a model, or tiny, the bundled one (default)")
+    command.add_argument("--max-new-tokens", type=int, default=200, help="tokens to write (default 200)")
+    command.add_argument(
+        "--window",
+        type=_window,
+        default=16,
+        help='most tokens between two writes of the state (default 16); 0 writes it at every step; "auto" chooses',
+    )
+    command.add_argument("--temperature", type=float, default=0.0, help="0 (default) takes the likeliest token")
+    command.add_argument("--top-k", type=int, help="sample from the k likeliest tokens only")
+    command.add_argument("--top-p", type=float, help="sample from the likeliest tokens that hold this much probability")
+    command.add_argument("--seed", type=int, help="makes sampling repeatable")
+    command.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1, ...")
+    command.add_argument("--dtype", choices=DTYPES, help="to compute in; default: what the model asks for")
+    command.add_argument(
+        "--compare",
+        action="store_true",
+        help="decode with window 0 as well, in float32, and compare; exit 1 if rounding does not explain a difference",
+    )
+    return parser
+
+
+def _window(text: str) -> int | Literal["auto"]:
+    try:
+        return "auto" if text == "auto" else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f'must be a number of tokens or "auto"; got {text!r}') from None
+
+
+def _generate(options: argparse.Namespace) -> int:
+    """Load, write the text to standard output as it comes, and a line about it to standard error."""
+    if options.compare and (options.temperature or options.dtype not in (None, "float32")):
+        raise ValueError(
+            f"--compare must go with temperature 0 and dtype float32; got temperature {options.temperature:g} and "
+            f"dtype {options.dtype or 'float32'}. Leave these two options out."
+        )
+    prompt = _read_prompt() if options.prompt == "-" else options.prompt
+    dtype = torch.float32 if options.compare else DTYPES.get(options.dtype)
+    model, tokenizer = from_pretrained(options.model, device=_device(options.device), dtype=dtype)
+    if tokenizer is None:
+        raise ValueError(
+            f"--model must name a tokenizer in its config.json; got none in {options.model}. Add it there."
+        )
+    ids = tokenizer.encode(prompt)
+    if not ids:
+        raise ValueError("PROMPT must have at least 1 character; got an empty text. Give the model a beginning.")
+    tokens = _write(model, tokenizer, ids, options)
+    return _compare(model, tokenizer, ids, tokens) if options.compare else 0
+
+
+def _read_prompt() -> str:
+    if sys.stdin.isatty():
+        raise ValueError(
+            "PROMPT must be an argument or come from standard input; got a terminal. "
+            'Try: replayssm generate "def main():", or: replayssm generate < file'
+        )
+    # bytes that are not UTF-8 reach the tokenizer unchanged, as they do in an argument
+    return sys.stdin.buffer.read().decode("utf-8", errors="surrogateescape")
+
+
+def _device(name: str) -> torch.device:
+    try:
+        return torch.empty(1, device=name).device
+    except (AssertionError, RuntimeError) as error:  # AssertionError: a build of torch without CUDA
+        said = str(error).splitlines()[0]
+        raise ValueError(
+            f"--device must be one that torch can use here, as cpu is; got {name}. It says: {said}"
+        ) from error
+
+
+def _write(model: HybridLM, tokenizer: ByteTokenizer, ids: list[int], options: argparse.Namespace) -> list[int]:
+    """Write the text of ``ids`` and its continuation as it comes, then speed and traffic; returns the new tokens."""
+    seed = random.SystemRandom().randrange(2**31) if options.seed is None else options.seed
+    tokens: list[int] = []
+    text = tokenizer.stream()
+    pieces = generate(
+        model,
+        [ids],
+        max_new_tokens=options.max_new_tokens,
+        window=options.window,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        seed=seed,
+        vocab_size=tokenizer.vocab_size,
+        stream=True,
+        progress=_progress,
+    )
+    if options.prompt != "-":  # what came through a pipe is not repeated
+        print(options.prompt, end="", flush=True)
+    begin = time.perf_counter()
+    for piece in pieces:
+        if not tokens:
+            prefilled = time.perf_counter()
+        tokens += piece[0].tolist()
+        print(text.push(piece[0].tolist()), end="", flush=True)
+    end = time.perf_counter()
+    print(text.finish(), flush=True)
+    # the first token comes out of the prompt, each later one out of a decode step
+    speed = (len(tokens) - 1) / (end - prefilled) if len(tokens) > 1 else 1 / (end - begin)
+    drawn = f", seed {seed}" if options.temperature else ""
+    window = ReplayStateCache(model, 1, window=options.window, max_seqlen=1, device="meta").window
+    print(f"[{len(tokens)} tokens{drawn}, {speed:.1f} tokens/s, {_traffic(model, window)}]", file=sys.stderr)
+    return tokens
+
+
+def _progress(done: int, total: int) -> None:
+    end = "\r" if sys.stderr.isatty() and done < total else "\n"
+    print(f"[prompt: {done} of {total} tokens]", end=end, file=sys.stderr, flush=True)
+
+
+def _traffic(model: nn.Module, window: int) -> str:
+    """The window and what it does to the bytes of state moved for a token."""
+    layers = layer_bytes(model)
+    if not layers:
+        return f"window {window}, no recurrent state"
+    replay, conventional = replay_traffic(layers, window), conventional_traffic(layers)
+    ratio = sum(conventional) / sum(replay)
+    return (
+        f"window {window}: {replay.read:,} bytes of state read and {replay.written:,} written a token, "
+        f"conventionally {conventional.read:,} and {conventional.written:,}: {ratio:.2f}x as much"
+    )
+
+
+def _compare(model: HybridLM, tokenizer: ByteTokenizer, ids: list[int], tokens: list[int]) -> int:
+    """Decode with window 0 as well and say whether the tokens are the same; the exit status.
+
+    At a token that differs, the exact logits (fp64) of the two candidates must be as close as rounding can explain:
+    each of the two runs may have moved each candidate by ``SLACK`` times the error that window 0 makes there.
+    """
+    margins: list[float] = []
+
+    def record(module: nn.Module, inputs: Any, logits: Tensor) -> None:
+        best = logits[0, -1, : tokenizer.vocab_size].topk(2).values
+        margins.append(float(best[0] - best[1]))
+
+    with model.register_forward_hook(record):
+        pieces = generate(
+            model,
+            [ids],
+            max_new_tokens=len(tokens),
+            window=0,
+            vocab_size=tokenizer.vocab_size,
+            stream=True,
+            progress=_progress,
+        )
+        conventional = [int(piece) for piece in pieces]
+    del margins[: -len(tokens)]  # what the earlier pieces of a long prompt left
+    differing = [i for i, (ours, theirs) in enumerate(zip(tokens, conventional, strict=True)) if ours != theirs]
+    smallest = min(margins[: differing[0] + 1 if differing else None])
+    if not differing:
+        print(
+            f"[compare: all {len(tokens)} tokens equal those of window 0 in float32, smallest argmax margin "
+            f"{smallest:.2e} at token {margins.index(smallest)}]",
+            file=sys.stderr,
+        )
+        return 0
+    at = differing[0]
+    common, vocab_size = tokens[:at], tokenizer.vocab_size
+    rounded = _logits_after(model, ids, common)[:vocab_size].double()
+    exact = _logits_after(copy.deepcopy(model).double(), ids, common)[:vocab_size]
+    margin = float((exact[tokens[at]] - exact[conventional[at]]).abs())
+    budget = 2 * SLACK * float((rounded - exact).abs().max())
+    verdict = "explains" if margin <= budget else "does NOT explain"
+    print(
+        f"[compare: token {at} of {len(tokens)} differs from that of window 0 in float32, smallest argmax margin "
+        f"{smallest:.2e}; rounding {verdict} it: exact margin {margin:.2e}, budget {budget:.2e}]",
+        file=sys.stderr,
+    )
+    return 0 if margin <= budget else 1
+
+
+def _logits_after(model: HybridLM, ids: list[int], tokens: list[int]) -> Tensor:
+    """(vocab_size,) logits behind the prompt ``ids`` and ``tokens``, these fed one by one with window 0."""
+    found: deque[Tensor] = deque(maxlen=1)
+    cache = ReplayStateCache(model, 1, window=0, max_seqlen=len(ids) + len(tokens) + 1)
+    with model.register_forward_hook(lambda module, inputs, logits: found.append(logits[0, -1])):
+        generate(model, [ids], max_new_tokens=1, cache=cache)
+        for token in tokens:
+            generate(model, [[token]], max_new_tokens=1, cache=cache)
+    return found[0]

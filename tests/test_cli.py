@@ -1,0 +1,181 @@
+"""The command line: what it prints where, what it refuses, and when --compare fails."""
+
+import io
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from replayssm import cli, generate
+from replayssm.generate import PREFILL_PIECE
+from replayssm.models import ByteTokenizer, HybridLM, from_pretrained
+from replayssm.plan import conventional_traffic, layer_bytes, replay_traffic
+
+PROMPT = "def f(x):"
+CONFIG = {
+    "model_type": "replayssm_hybrid",
+    "vocab_size": 260,  # wider than the tokenizer
+    "d_model": 32,
+    "tie_embeddings": False,
+    "norm_eps": 1e-5,
+    "tokenizer": "bytes",
+    "layers": [
+        {"type": "mamba2", "nheads": 2, "headdim": 8, "d_state": 16},
+        {"type": "attention", "nheads": 2, "headdim": 8, "window": 64},
+        {"type": "gated_deltanet", "nheads": 2, "headdim": 8, "d_state": 16},
+        {"type": "kda", "nheads": 2, "headdim": 8},
+        {"type": "mlp", "hidden": 32},
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    HybridLM(CONFIG).save_pretrained(path)
+    return str(path)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def pipe(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+
+
+def continuation(folder: str, prompt: bytes, count: int) -> str:
+    model, tokenizer = from_pretrained(folder)
+    tokens = generate(model, [list(prompt)], max_new_tokens=count, vocab_size=256)
+    return tokenizer.decode(tokens[0].tolist())
+
+
+def test_the_text_goes_to_standard_output_and_the_figures_to_standard_error(
+    folder: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["generate", PROMPT, "--model", folder, "--max-new-tokens", "20", "--window", "5"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == PROMPT + continuation(folder, PROMPT.encode(), 20) + "\n"
+    layers = layer_bytes(from_pretrained(folder)[0])
+    figures = [*replay_traffic(layers, 5), *conventional_traffic(layers)]
+    assert re.fullmatch(r"\[20 tokens, [\d.]+ tokens/s, window 5: .*\]\n", printed.err)
+    assert re.findall(r"\d+,\d+", printed.err) == [f"{figure:,}" for figure in figures]
+
+
+def test_a_prompt_from_standard_input_is_continued_byte_for_byte_and_not_repeated(
+    folder: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = b"caf\xc3\xa9 \xff\r\n"
+    for spelling in ([], ["-"]):
+        pipe(monkeypatch, prompt)
+        assert cli.main(["generate", *spelling, "--model", folder, "--max-new-tokens", "8"]) == 0
+        assert capsys.readouterr().out == continuation(folder, prompt, 8) + "\n"
+
+
+def test_a_long_prompt_shows_progress(
+    folder: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    total = 2 * PREFILL_PIECE + 7
+    pipe(monkeypatch, b"x" * total)
+    assert cli.main(["generate", "--model", folder, "--max-new-tokens", "1"]) == 0
+    shown = [line for line in capsys.readouterr().err.splitlines() if line.startswith("[prompt")]
+    assert shown == [f"[prompt: {done} of {total} tokens]" for done in (PREFILL_PIECE, 2 * PREFILL_PIECE, total)]
+
+
+def test_a_seed_fixes_the_text_and_the_seed_that_was_used_is_shown(
+    folder: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["generate", PROMPT, "--model", folder, "--max-new-tokens", "20", "--temperature", "1"]
+    assert cli.main(command) == 0
+    first = capsys.readouterr()
+    (seed,) = re.findall(r"seed (\d+)", first.err)
+    assert cli.main([*command, "--seed", seed]) == 0
+    assert capsys.readouterr().out == first.out
+    assert cli.main([*command, "--seed", str(int(seed) + 1)]) == 0
+    assert capsys.readouterr().out != first.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--model", "no/such/folder"], ["no/such/folder"]),
+        (["--window", "-1"], ["window must be", "got -1"]),
+        (["--max-new-tokens", "0"], ["max_new_tokens must be", "got 0"]),
+        (["--top-p", "1.5", "--temperature", "1"], ["top_p must be", "got 1.5"]),
+        (["--device", "abacus"], ["--device must be", "got abacus"]),
+        (["--compare", "--temperature", "0.5"], ["--compare must go with", "got temperature 0.5"]),
+        (["--compare", "--dtype", "bfloat16"], ["--compare must go with", "dtype bfloat16"]),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_2_before_any_text(
+    folder: str, capsys: pytest.CaptureFixture[str], arguments: list[str], words: list[str]
+) -> None:
+    assert cli.main(["generate", PROMPT, "--model", folder, *arguments]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert re.fullmatch(r"replayssm generate: .+; got .+\. .+\n", printed.err)
+    assert all(word in printed.err for word in words)
+
+
+def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    HybridLM({key: value for key, value in CONFIG.items() if key != "tokenizer"}).save_pretrained(tmp_path)
+    assert cli.main(["generate", PROMPT, "--model", str(tmp_path)]) == 2
+    assert "tokenizer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("stdin", "word"), [(Terminal("x"), "terminal"), (io.TextIOWrapper(io.BytesIO()), "empty")])
+def test_a_missing_prompt_is_refused_with_a_remedy(
+    folder: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, stdin: io.TextIOBase, word: str
+) -> None:
+    monkeypatch.setattr(sys, "stdin", stdin)
+    assert cli.main(["generate", "--model", folder]) == 2
+    assert word in capsys.readouterr().err
+
+
+def test_compare_finds_every_token_equal(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["generate", PROMPT * 10, "--model", folder, "--max-new-tokens", "40", "--window", "7", "--compare"]
+    assert cli.main(command) == 0
+    assert re.search(
+        r"all 40 tokens equal .* smallest argmax margin \d\.\d\de-\d\d at token \d+", capsys.readouterr().err
+    )
+
+
+def test_compare_fails_on_a_token_that_rounding_does_not_explain(
+    folder: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, tokenizer = from_pretrained(folder, dtype=torch.float32)
+    ids = list(PROMPT.encode())
+    tokens = generate(model, [ids], max_new_tokens=6, vocab_size=256)[0].tolist()
+    tokens[4] = (tokens[4] + 1) % 256
+    assert cli._compare(model, tokenizer, ids, tokens) == 1
+    assert re.search(r"token 4 of 6 differs .* does NOT explain", capsys.readouterr().err)
+
+
+def test_compare_accepts_a_token_that_rounding_explains(capsys: pytest.CaptureFixture[str], folder: str) -> None:
+    model, _ = from_pretrained(folder, dtype=torch.float32)
+    ids = list(PROMPT.encode())
+    tokens = generate(model, [ids], max_new_tokens=6, vocab_size=256)[0].tolist()
+    twin = (tokens[4] + 1) % 256
+    with torch.no_grad():  # two tokens with equal logits: either is right
+        model.lm_head.weight[twin] = model.lm_head.weight[tokens[4]]
+    conventional = generate(model, [ids], max_new_tokens=6, window=0, vocab_size=256)[0].tolist()
+    at = next(i for i, token in enumerate(conventional) if token in (tokens[4], twin))
+    conventional[at] = tokens[4] + twin - conventional[at]
+    assert cli._compare(model, ByteTokenizer(), ids, conventional) == 0
+    assert re.search(rf"token {at} of 6 differs .*; rounding explains it", capsys.readouterr().err)
+
+
+def test_a_reader_that_leaves_early_is_no_error(folder: str) -> None:
+    command = [sys.executable, "-m", "replayssm", "generate", PROMPT, "--model", folder, "--max-new-tokens", "30"]
+    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL)
+    assert running.stdout is not None
+    assert running.stderr is not None
+    running.stdout.read(1)
+    running.stdout.close()
+    assert running.stderr.read() == b""
+    assert running.wait() == 0
