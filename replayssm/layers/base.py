@@ -204,7 +204,7 @@ class ReplayLayer(nn.Module):
         elif rows is not None or parents is not None:
             raise ValueError(f"{where}: rows and parents must come with a state; got none. Pass cache.state_of(layer).")
         width: int | str = "d_model" if self.d_model is None else self.d_model
-        if state is not None and x.ndim == 3 and rows is None:
+        if state is not None and x.ndim == 3 and x.shape[0] != batch:
             advice = f"The cache has {batch} rows: pass one row for each, or rows=."
         else:
             advice = (

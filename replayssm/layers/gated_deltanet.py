@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from replayssm.cache.layer_state import LayerState
-from replayssm.checks import expect_positive
+from replayssm.checks import expect_choice, expect_positive
 from replayssm.layers.base import Placement, ReplayLayer
 from replayssm.layers.conv import ShortConv, with_history
 from replayssm.layers.gates import reset_decay, softplus_gate
@@ -52,6 +52,7 @@ class ReplayGatedDeltaNet(ReplayLayer):
         dtype: torch.dtype | None = None,
     ):
         expect_positive("ReplayGatedDeltaNet", d_model=d_model)
+        expect_choice("ReplayGatedDeltaNet", "gate_activation", gate_activation, ("silu", "sigmoid"))
         ngroups = nheads if ngroups is None else ngroups
         super().__init__(
             nheads=nheads,

@@ -183,12 +183,15 @@ def _chunks(q: Tensor, records: Records) -> Iterator[tuple[Tensor, Records]]:
 
 
 def _chunk_layout(q: Tensor, records: Records, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """q, k, v, g, beta as (batch, group, head, time, features) in the compute dtype."""
+    """q, k, v, g, beta as (batch, group, head, time, features) in the compute dtype.
+
+    Contiguous, because a matrix product may sum in another order for other strides, and the strides of a batch of one
+    differ from those of a larger one.
+    """
     groups = records.k.shape[2]
-    k, q = (x.to(dtype).transpose(1, 2).unsqueeze(2) for x in (records.k, q))
-    v, g, beta = (
-        _by_group(x.to(dtype).transpose(1, 2), groups) for x in (records.v, records.g, records.beta[..., None])
-    )
+    k, q = (x.to(dtype).transpose(1, 2).unsqueeze(2).contiguous() for x in (records.k, q))
+    heads = (records.v, records.g, records.beta.unsqueeze(-1))
+    v, g, beta = (_by_group(x.to(dtype).transpose(1, 2).contiguous(), groups) for x in heads)
     return q, k, v, g, beta
 
 
