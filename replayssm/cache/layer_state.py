@@ -73,7 +73,7 @@ class LayerState(ModuleState):
     @property
     def checkpoint(self) -> Tensor:
         """(batch, nheads, headdim, d_state), the stored checkpoint: what the recurrence continues from. Not a copy."""
-        self.clock.refuse_open(f"{self.name}: checkpoint")
+        self.clock.refuse_open(f"{self.where}: checkpoint")
         return self._checkpoint
 
     def state(self) -> Tensor:
@@ -83,7 +83,7 @@ class LayerState(ModuleState):
             (batch, nheads, headdim, d_state), fp32 or fp64, a new tensor; the cache is left as it was.
         Cost: one state read, and one written to the new tensor.
         """
-        self.clock.refuse_open(f"{self.name}: state")
+        self.clock.refuse_open(f"{self.where}: state()")
         return self._folded(None)
 
     def extend_conv(self, x: Tensor) -> Tensor:
@@ -177,6 +177,6 @@ class LayerState(ModuleState):
     def _called(self) -> Step:
         if self.step is None:
             raise RuntimeError(
-                f"{self.name}: a state must be used inside a step; got no open step. Call state.open_step(t) first."
+                f"{self.where}: a state must be used inside a step; got no open step. Call state.open_step(t) first."
             )
         return self.step

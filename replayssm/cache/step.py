@@ -290,6 +290,11 @@ class ModuleState:
     name: str
     step: Step | None = None
 
+    @property
+    def where(self) -> str:
+        """How errors name this state."""
+        return f"{type(self).__name__} {self.name!r}"
+
     def tensors(self) -> dict[str, Tensor]:
         """Name -> tensor, cache row first; reset, reorder, copies and byte counts work on these alone."""
         raise NotImplementedError
@@ -318,10 +323,10 @@ class ModuleState:
         """
         if self.step is not None:
             raise RuntimeError(
-                f"{self.name}: a module must be called once in a step; got a second call before commit. "
+                f"{self.where}: a module must be called once in a step; got a second call before commit. "
                 "Call cache.commit() after each model step; after a step that failed half way, cache.reset()."
             )
-        step = self.clock.open(self.name, t, rows, attention_mask, parents)
+        step = self.clock.open(self.where, t, rows, attention_mask, parents)
         self.step = step
         return step
 

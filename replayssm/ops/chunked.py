@@ -43,8 +43,8 @@ def scan(q: Tensor, records: Records, state: Tensor | None, recurrence: Recurren
     with _full_precision(q):
         for chunk_q, chunk in _chunks(q, records):
             chunk_q, k, v, g, beta = _chunk_layout(chunk_q, chunk, dtype)
-            u = _writes(k, v, g, beta, state, recurrence)
-            outputs.append(_read(chunk_q, k, u, g, state, recurrence))
+            u, y = _writes_and_outputs(chunk_q, k, v, g, beta, state, recurrence)
+            outputs.append(y)
             state = _fold(k, u, g, state)
     y = torch.cat(outputs, dim=3)[:, :, :, : q.shape[1]]
     return _by_time(y), state.flatten(1, 2)
@@ -72,7 +72,7 @@ def replay(q: Tensor, records: Records, checkpoint: Tensor, recurrence: Recurren
     state = _by_group(checkpoint.to(dtype), records.k.shape[2])
     with _full_precision(q):
         q, k, v, g, beta = _chunk_layout(q, records, dtype)
-        return _by_time(_read(q, k, _writes(k, v, g, beta, state, recurrence), g, state, recurrence))
+        return _by_time(_writes_and_outputs(q, k, v, g, beta, state, recurrence)[1])
 
 
 def flush(records: Records, checkpoint: Tensor, recurrence: Recurrence) -> Tensor:
@@ -92,7 +92,11 @@ def flush(records: Records, checkpoint: Tensor, recurrence: Recurrence) -> Tenso
     state = _by_group(checkpoint.to(dtype), records.k.shape[2])
     with _full_precision(checkpoint):
         _, k, v, g, beta = _chunk_layout(records.k, records, dtype)
-        return _fold(k, _writes(k, v, g, beta, state, recurrence), g, state).flatten(1, 2)
+        u = beta * v
+        if recurrence.delta:
+            (over_k,) = _decayed_grams((k,), k, g, recurrence)
+            u = _corrected_writes(over_k, k, v, g, beta, state)
+        return _fold(k, u, g, state).flatten(1, 2)
 
 
 def compute_dtype(*tensors: Tensor | None) -> torch.dtype:
@@ -100,24 +104,29 @@ def compute_dtype(*tensors: Tensor | None) -> torch.dtype:
     return torch.float64 if any(x is not None and x.dtype == torch.float64 for x in tensors) else torch.float32
 
 
-def _writes(k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, recurrence: Recurrence) -> Tensor:
-    """The write vectors u of a chunk, (batch, group, head, time, headdim), given the state before it.
-
-    Delta rule: u_s = beta_s (v_s - S_(s-1) k_s) for every s at once is (I + A) U = R, with
-    A[s, i] = beta_s <k_s e^(G_s - G_i), k_i> below the diagonal and R[s] = beta_s (v_s - S (e^(G_s) k_s)).
-    """
-    if not recurrence.delta:
-        return beta * v
-    from_checkpoint = (k * g.cumsum(-2).exp()) @ state.mT
-    among_tokens = beta * _decayed_gram(k, k, g, recurrence)
-    # only what stands below the diagonal is read: the solve takes the diagonal as ones
-    return torch.linalg.solve_triangular(among_tokens, beta * (v - from_checkpoint), upper=False, unitriangular=True)
-
-
-def _read(q: Tensor, k: Tensor, u: Tensor, g: Tensor, state: Tensor, recurrence: Recurrence) -> Tensor:
-    """Outputs of the last q.shape[-2] tokens of a chunk: what the state holds for q, and what the chunk wrote."""
+def _writes_and_outputs(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, recurrence: Recurrence
+) -> tuple[Tensor, Tensor]:
+    """The write vectors u of a chunk and the outputs of its last q.shape[-2] tokens, given the state before it."""
+    if recurrence.delta:
+        over_k, over_q = _decayed_grams((k, q), k, g, recurrence)
+        u = _corrected_writes(over_k, k, v, g, beta, state)
+    else:
+        (over_q,) = _decayed_grams((q,), k, g, recurrence)
+        u = beta * v
     elapsed = g.cumsum(-2)[..., -q.shape[-2] :, :]
-    return (q * elapsed.exp()) @ state.mT + _decayed_gram(q, k, g, recurrence) @ u
+    return u, (q * elapsed.exp()) @ state.mT + over_q @ u  # what the state holds for q, and what the chunk wrote
+
+
+def _corrected_writes(over_k: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> Tensor:
+    """u_s = beta_s (v_s - S_(s-1) k_s) for every token of a chunk at once, (batch, group, head, time, headdim).
+
+    (I + A) U = R, with A[s, i] = beta_s <k_s e^(G_s - G_i), k_i> below the diagonal and
+    R[s] = beta_s (v_s - S (e^(G_s) k_s)).
+    """
+    from_state = (k * g.cumsum(-2).exp()) @ state.mT
+    # only what stands below the diagonal of the first argument is read: the solve takes the diagonal as ones
+    return torch.linalg.solve_triangular(beta * over_k, beta * (v - from_state), upper=False, unitriangular=True)
 
 
 def _fold(k: Tensor, u: Tensor, g: Tensor, state: Tensor) -> Tensor:
@@ -125,15 +134,19 @@ def _fold(k: Tensor, u: Tensor, g: Tensor, state: Tensor) -> Tensor:
     return state * g.sum(-2, keepdim=True).exp() + u.mT @ (k * _sum_after(g).exp())
 
 
-def _decayed_gram(x: Tensor, k: Tensor, g: Tensor, recurrence: Recurrence) -> Tensor:
-    """<x_s e^(G_s - G_i), k_i> for i <= s, zero for i > s; x stands for the last x.shape[-2] tokens of the chunk.
+def _decayed_grams(xs: tuple[Tensor, ...], k: Tensor, g: Tensor, recurrence: Recurrence) -> list[Tensor]:
+    """For each x: <x_s e^(G_s - G_i), k_i> for i <= s, zero for i > s.
+
+    Args:
+        xs: each stands for the last x.shape[-2] tokens of the chunk.
 
     Returns:
-        (batch, group, head, x.shape[-2], time)
+        One (batch, group, head, x.shape[-2], time) for each x.
     """
     if recurrence.decay == "head":
-        return (x @ k.mT) * _pairwise_decay(g)[..., -x.shape[-2] :, :]
-    return _channel_gram(x, k, g)
+        decay = _pairwise_decay(g)
+        return [(x @ k.mT) * decay[..., -x.shape[-2] :, :] for x in xs]
+    return _channel_grams(xs, k, g)
 
 
 def _pairwise_decay(g: Tensor) -> Tensor:
@@ -145,18 +158,17 @@ def _pairwise_decay(g: Tensor) -> Tensor:
     return torch.where(after.logical_or(torch.eye(time, dtype=torch.bool, device=g.device)), total, -torch.inf).exp()
 
 
-def _channel_gram(x: Tensor, k: Tensor, g: Tensor) -> Tensor:
-    """``_decayed_gram`` for a decay per channel, which cannot be taken out of the inner product.
+def _channel_grams(xs: tuple[Tensor, ...], k: Tensor, g: Tensor) -> list[Tensor]:
+    """``_decayed_grams`` for a decay per channel, which cannot be taken out of the inner product.
 
     Blocks of 1, 2, 4, ... tokens are joined in pairs. Between the halves of a pair the decay factors at the border,
     e^(G_s - G_i) = e^(G_s - G_border) e^(G_border - G_i), and both exponents are <= 0: a product of matrices a level.
     """
-    rows, time = x.shape[-2], k.shape[-2]
+    time = k.shape[-2]
     size = 1 << (time - 1).bit_length()
-    x = F.pad(x, (0, 0, time - rows, size - time))
+    x = torch.stack([F.pad(x, (0, 0, time - x.shape[-2], size - time)) for x in xs])
     k, g = F.pad(k, (0, 0, 0, size - time)), F.pad(g, (0, 0, 0, size - time))
-    x, k, g = torch.broadcast_tensors(x, k, g)
-    gram = (x * k).sum(-1)[..., None, None]  # (..., blocks, block, block)
+    gram = (x * k).sum(-1)[..., None, None].expand(*x.shape[:3], g.shape[2], size, 1, 1)  # (..., blocks, block, block)
     block = 1
     while block < size:
         (_, x_late), (k_early, _), (g_early, g_late) = (
@@ -166,7 +178,7 @@ def _channel_gram(x: Tensor, k: Tensor, g: Tensor) -> Tensor:
         early, late = gram.unflatten(-3, (-1, 2)).unbind(-3)
         gram = torch.cat([torch.cat([early, torch.zeros_like(corner)], -1), torch.cat([corner, late], -1)], -2)
         block *= 2
-    return gram.squeeze(-3)[..., time - rows : time, :time]
+    return [whole.squeeze(-3)[..., time - x.shape[-2] : time, :time] for whole, x in zip(gram, xs, strict=True)]
 
 
 def _sum_after(g: Tensor) -> Tensor:
