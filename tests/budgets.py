@@ -50,7 +50,7 @@ def assert_same_bits(got: Tensor, expected: Tensor, what: str = "tensor") -> Non
     """Bit for bit, NaN included."""
     assert got.shape == expected.shape, f"{what}: shape {tuple(got.shape)}, expected {tuple(expected.shape)}"
     assert got.dtype == expected.dtype, f"{what}: {got.dtype}, expected {expected.dtype}"
-    differs = got.contiguous().view(torch.uint8) != expected.contiguous().view(torch.uint8)
+    differs = got.reshape(-1).view(torch.uint8) != expected.reshape(-1).view(torch.uint8)
     assert not differs.any(), f"{what}: differs by up to {worst((got.double() - expected.double()).nan_to_num()):.2e}"
 
 

@@ -11,8 +11,9 @@ from torch import Tensor
 
 import replayssm
 
-# <Class.method>: <argument> must be <rule>; got <value>. <What to do.>
-TEMPLATE = re.compile(r"^[A-Z]\w+(\.\w+)?: .+ must .+; got .+\.\s+\S.+", re.DOTALL)
+# <Class.method>: <argument> must be <rule>; got <value>. <What to do.> Perhaps with the module's name in brackets.
+WHERE = r"^([A-Z]\w+|generate)(\.\w+)*( \([^)]*\))?: "
+TEMPLATE = re.compile(WHERE + r".+ must .+; got .+\.\s+\S.+", re.DOTALL)
 
 
 def snapshot(cache: replayssm.ReplayStateCache) -> dict[str, Tensor]:
@@ -41,7 +42,7 @@ def refused(error: type[Exception], *words: str, cache: replayssm.ReplayStateCac
     assert type(raised.value) is error, f"raised {type(raised.value).__name__}: {text}"
     for word in words:
         assert word in text, f"the message does not say {word!r}: {text}"
-    assert re.match(r"^[A-Z]\w+(\.\w+)*: ", text), f"the message does not say where: {text}"
+    assert re.match(WHERE, text), f"the message does not say where: {text}"
     if error is ValueError:
         assert TEMPLATE.match(text), f"not in the form 'Where: argument must be rule; got value. Remedy.': {text}"
     if cache is not None:

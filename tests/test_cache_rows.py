@@ -1,0 +1,207 @@
+"""Rows that move, are copied, start afresh or are flushed: all that belongs to a row goes with it, pending records too."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from budgets import assert_e64, assert_same_bits
+from draws import DEVICE, draw
+from geometries import CASES, G, K, M, R
+from refusals import assert_unchanged, refused, snapshot
+from running import running, step, tensor
+
+from replayssm import ReplayStateCache
+
+every_layer = pytest.mark.parametrize("geometry", [*CASES, R], ids=lambda g: g.kind)
+
+
+def ragged(*layers, window=5):
+    """A cache whose rows differ in seqlen, in what is pending and in where their rings stand."""
+    cache = ReplayStateCache(list(layers), 3, window=window, step_tokens=3, seed=40)
+    for t, counts in ((6, None), (3, (3, 1, 0)), (2, (2, 0, 1)), (3, (1, 3, 2))):
+        step(cache, layers, draw(t, 3, t, 24))
+        cache.commit(None if counts is None else tensor(*counts))
+    assert len(set(cache.seqlen.tolist())) == len(set((cache.seqlen - cache.flushed).tolist())) == 3
+    return cache
+
+
+@every_layer
+@pytest.mark.parametrize("index", [(2, 0, 1), (1, 1, 1), (0, 2, 2)], ids=str)
+def test_reorder_moves_everything_that_belongs_to_a_row(geometry, index):
+    layer = geometry.build()
+    cache, before, x = ragged(layer), snapshot(ragged(layer)), draw(50, 3, 2, 24)
+    twin = ragged(layer)
+    cache.reorder(tensor(*index))
+    for name, value in snapshot(cache).items():
+        assert_same_bits(value, before[name][list(index)], name)
+    y, expected = (
+        step(cache, [layer], x),
+        step(twin, [layer], draw(50, 3, 2, 24)[[index.index(r) if r in index else 0 for r in range(3)]]),
+    )
+    for place, row in enumerate(index):
+        if index.index(row) == place:
+            assert_e64(y[place], expected[row], f"row {row} at place {place}")
+
+
+@every_layer
+def test_copied_rows_continue_as_their_source(geometry):
+    layer = geometry.build()
+    cache, x = ragged(layer), draw(50, 3, 2, 24)
+    x[1] = x[0]
+    cache.copy_rows(0, 1)
+    y = step(cache, [layer], x)
+    cache.commit()
+    assert_e64(y[1], y[0])
+    assert cache.seqlen[0] == cache.seqlen[1]
+    state = cache[0].state()
+    assert_e64(state[1], state[0], "state")
+
+
+def test_copy_rows_reads_every_source_before_it_writes():
+    layer = M.build()
+    cache, before = ragged(layer), snapshot(ragged(layer))
+    cache.copy_rows([0, 1], tensor(1, 0))
+    for name, value in snapshot(cache).items():
+        assert_same_bits(value, before[name][[1, 0, 2]], name)
+
+
+@pytest.mark.parametrize(
+    ("src", "dst", "words"),
+    [
+        ([0, 1], [2, 2], ["dst must", "[2, 2]"]),
+        ([0, 1], [2], ["src and dst must", "2 and 1"]),
+        (3, 0, ["src must", "0 .. 2", "[3]"]),
+        (0, -1, ["dst must", "0 .. 2", "[-1]"]),
+        (tensor(0.5), 1, ["src must", "float32"]),
+        (tensor([0, 1]), 1, ["src must", "(1, 2)"]),
+    ],
+    ids=str,
+)
+def test_rows_that_cannot_be_copied_are_refused(src, dst, words):
+    cache = ragged(M.build())
+    with refused(ValueError, "ReplayStateCache.copy_rows", *words, cache=cache):
+        cache.copy_rows(src, dst)
+
+
+@pytest.mark.parametrize(
+    ("index", "words"),
+    [
+        (tensor(0, 1), ["index must", "(3,)", "(2,)"]),
+        (tensor(0, 1, 3), ["index must", "0 .. 2"]),
+        (tensor(0, 1, -1), ["index must", "0 .. 2"]),
+        (tensor(0.0, 1, 2), ["index must", "float32"]),
+    ],
+    ids=str,
+)
+def test_an_order_that_cannot_be_is_refused(index, words):
+    cache = ragged(M.build())
+    with refused(ValueError, "ReplayStateCache.reorder", *words, cache=cache):
+        cache.reorder(index)
+
+
+@pytest.mark.parametrize("method", ["reset", "flush"])
+@pytest.mark.parametrize("rows", [3, -1, [0, 5], tensor(0.0), tensor([0])], ids=str)
+def test_rows_outside_the_cache_are_refused(method, rows):
+    cache = ragged(M.build())
+    with refused(ValueError, f"ReplayStateCache.{method}", "rows must", cache=cache):
+        getattr(cache, method)(rows)
+
+
+@every_layer
+@pytest.mark.parametrize("rows", [1, [1], tensor(1)], ids=["int", "list", "tensor"])
+def test_reset_starts_a_row_afresh_and_leaves_the_others(geometry, rows):
+    layer = geometry.build()
+    cache, before, x = ragged(layer), snapshot(ragged(layer)), draw(50, 3, 5, 24)
+    cache.reset(rows)
+    for name, value in snapshot(cache).items():
+        assert_same_bits(value[[0, 2]], before[name][[0, 2]], name)
+    assert (cache.seqlen[1], cache.flushed[1]) == (0, 0)
+    y = step(cache, [layer], x)
+    cache.commit()
+    assert_e64(y[1:2], geometry.trace(layer, x[1:2]).output)
+
+
+@every_layer
+def test_flush_folds_the_rows_that_were_named_and_changes_no_state(geometry):
+    layer = geometry.build()
+    cache, before = ragged(layer), snapshot(ragged(layer))
+    states, seqlen = cache[0].state(), cache.seqlen.clone()
+    cache.flush([0, 2])
+    assert torch.equal(cache.seqlen, seqlen)
+    assert torch.equal(cache.flushed[[0, 2]], seqlen[[0, 2]])
+    for name, value in snapshot(cache).items():
+        assert_same_bits(value[1], before[name][1], name)
+    assert_e64(cache[0].checkpoint[[0, 2]], states[[0, 2]], "checkpoint")
+    assert_e64(cache[0].state(), states, "state")
+    cache.flush()
+    assert torch.equal(cache.flushed, cache.seqlen)
+    again = snapshot(cache)
+    cache.flush()
+    assert_unchanged(cache, again)
+
+
+@every_layer
+def test_a_deep_copy_shares_nothing_and_serves_the_same_model(geometry):
+    layers = [geometry.build(seed=1), geometry.build(seed=2)]
+    cache, x = ragged(*layers), draw(50, 3, 2, 24)
+    before = snapshot(cache)
+    twin = copy.deepcopy(cache)
+    assert_unchanged(twin, before)
+    assert not {t.data_ptr() for t in cache.tensors().values()} & {t.data_ptr() for t in twin.tensors().values()}
+    expected = step(cache, layers, x)
+    cache.commit(1)
+    assert_unchanged(twin, before)
+    assert torch.equal(step(twin, layers, x), expected)
+    twin.commit(1)
+    assert_unchanged(twin, snapshot(cache))
+    assert twin.state_of(layers[1]) is twin[1]
+    assert twin.state_of(layers[1]) is not cache.state_of(layers[1])
+
+
+def test_a_cache_does_not_keep_its_model_alive():
+    layer = K.build()
+    cache, watched = ReplayStateCache([layer], 1), weakref.ref(layer)
+    del layer
+    gc.collect()
+    assert watched() is None
+    assert cache[0].state().shape == (1, 3, 5, 7)
+
+
+def test_the_random_stream_moves_with_its_row():
+    layer = M.build()
+    cache = ragged(layer)
+    assert cache.seed.tolist() == [40, 41, 42]
+    cache.reorder(tensor(2, 0, 1))
+    assert cache.seed.tolist() == [42, 40, 41]
+    cache.reset(1)
+    assert cache.seed.tolist() == [42, 40, 41]
+    cache.reset([0, 2], seed=tensor(7, 8))
+    assert cache.seed.tolist() == [7, 40, 8]
+    assert ReplayStateCache([layer], 2, seed=tensor(9, 3)).seed.tolist() == [9, 3]
+
+
+@pytest.mark.parametrize("step_tokens", [5, 2], ids=["step", "scan"])
+def test_rows_in_any_order_equal_all_rows_in_order(step_tokens):
+    layer = G.build()
+    x = draw(50, 3, 5, 24)
+    y, states = [], []
+    for order in ([0, 1, 2], [2, 0, 1]):
+        cache, _ = running(layer, window=6, step_tokens=step_tokens)
+        rows = None if order == [0, 1, 2] else tensor(*order)
+        y.append(step(cache, [layer], x[order], rows=rows)[[order.index(row) for row in range(3)]])
+        cache.commit()
+        states.append(cache[0].state())
+    assert_e64(y[1], y[0])
+    assert_e64(states[1], states[0], "state")
+
+
+def test_an_empty_selection_of_rows_does_nothing():
+    cache = ragged(M.build())
+    before = snapshot(cache)
+    for nothing in ([], torch.zeros(0, dtype=torch.int64, device=DEVICE)):
+        cache.flush(nothing)
+        cache.reset(nothing)
+        cache.copy_rows(nothing, nothing)
+    assert_unchanged(cache, before)
