@@ -1,4 +1,4 @@
-"""Rows that move, are copied, start afresh or are flushed: all that belongs to a row goes with it, pending records too."""
+"""Rows that move, are copied, start afresh or are flushed: pending records and all that belongs to a row go along."""
 
 import copy
 import gc
@@ -36,13 +36,7 @@ def test_reorder_moves_everything_that_belongs_to_a_row(geometry, index):
     cache.reorder(tensor(*index))
     for name, value in snapshot(cache).items():
         assert_same_bits(value, before[name][list(index)], name)
-    y, expected = (
-        step(cache, [layer], x),
-        step(twin, [layer], draw(50, 3, 2, 24)[[index.index(r) if r in index else 0 for r in range(3)]]),
-    )
-    for place, row in enumerate(index):
-        if index.index(row) == place:
-            assert_e64(y[place], expected[row], f"row {row} at place {place}")
+    assert_e64(step(cache, [layer], x[list(index)]), step(twin, [layer], x)[list(index)])
 
 
 @every_layer
@@ -149,7 +143,8 @@ def test_a_deep_copy_shares_nothing_and_serves_the_same_model(geometry):
     before = snapshot(cache)
     twin = copy.deepcopy(cache)
     assert_unchanged(twin, before)
-    assert not {t.data_ptr() for t in cache.tensors().values()} & {t.data_ptr() for t in twin.tensors().values()}
+    pointers = [{t.data_ptr() for t in c.tensors().values() if t.numel()} for c in (cache, twin)]
+    assert not pointers[0] & pointers[1]
     expected = step(cache, layers, x)
     cache.commit(1)
     assert_unchanged(twin, before)
