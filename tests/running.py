@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 from draws import DEVICE, draw
-from torch import nn
+from torch import Tensor, nn
 
 from replayssm import ReplayStateCache
 
