@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from replayssm import ReplayStateCache, generate
 from replayssm.models import ByteTokenizer, HybridLM, from_pretrained
 from replayssm.models.hybrid import DTYPES
-from replayssm.plan import conventional_traffic, layer_bytes, replay_traffic
+from replayssm.plan import conventional_traffic, replay_traffic, state_bytes
 
 SLACK = 1.5  # replay may be as wrong as conventional decoding in the same dtype, times this; as in the tests
 
@@ -52,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument("prompt", nargs="?", default="-", help="the text; - or nothing reads it from standard input")
     command.add_argument("--model", default="tiny", help="folder of a model, or tiny, the bundled one (default)")
-    command.add_argument("--max-new-tokens", type=int, default=200, help="tokens to write (default 200)")
+    command.add_argument("--max-new-tokens", type=_count, default=200, help="tokens to write (default 200)")
     command.add_argument(
         "--window",
         type=_window,
@@ -71,6 +71,12 @@ def _parser() -> argparse.ArgumentParser:
         help="decode with window 0 as well, in float32, and compare; exit 1 if rounding does not explain a difference",
     )
     return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1; got {text!r}")
+    return int(text)
 
 
 def _window(text: str) -> int | Literal["auto"]:
@@ -124,13 +130,14 @@ def _device(name: str) -> torch.device:
 def _write(model: HybridLM, tokenizer: ByteTokenizer, ids: list[int], options: argparse.Namespace) -> list[int]:
     """Write the text of ``ids`` and its continuation as it comes, then speed and traffic; returns the new tokens."""
     seed = random.SystemRandom().randrange(2**31) if options.seed is None else options.seed
+    cache = ReplayStateCache(model, 1, window=options.window, max_seqlen=len(ids) + options.max_new_tokens)
     tokens: list[int] = []
     text = tokenizer.stream()
     pieces = generate(
         model,
         [ids],
         max_new_tokens=options.max_new_tokens,
-        window=options.window,
+        cache=cache,
         temperature=options.temperature,
         top_k=options.top_k,
         top_p=options.top_p,
@@ -152,8 +159,7 @@ def _write(model: HybridLM, tokenizer: ByteTokenizer, ids: list[int], options: a
     # the first token comes out of the prompt, each later one out of a decode step
     speed = (len(tokens) - 1) / (end - prefilled) if len(tokens) > 1 else 1 / (end - begin)
     drawn = f", seed {seed}" if options.temperature else ""
-    window = ReplayStateCache(model, 1, window=options.window, max_seqlen=1, device="meta").window
-    print(f"[{len(tokens)} tokens{drawn}, {speed:.1f} tokens/s, {_traffic(model, window)}]", file=sys.stderr)
+    print(f"[{len(tokens)} tokens{drawn}, {speed:.1f} tokens/s, {_traffic(cache)}]", file=sys.stderr)
     return tokens
 
 
@@ -162,16 +168,16 @@ def _progress(done: int, total: int) -> None:
     print(f"[prompt: {done} of {total} tokens]", end=end, file=sys.stderr, flush=True)
 
 
-def _traffic(model: nn.Module, window: int) -> str:
-    """The window and what it does to the bytes of state moved for a token."""
-    layers = layer_bytes(model)
-    if not layers:
-        return f"window {window}, no recurrent state"
-    replay, conventional = replay_traffic(layers, window), conventional_traffic(layers)
-    ratio = sum(conventional) / sum(replay)
+def _traffic(cache: ReplayStateCache) -> str:
+    """The window, and what it does to the bytes of state moved for a token."""
+    sizes = state_bytes(cache)
+    if not sizes.state:
+        return f"window {cache.window}, no recurrent state"
+    replay, conventional = replay_traffic(sizes, cache.window), conventional_traffic(sizes)
     return (
-        f"window {window}: {replay.read:,} bytes of state read and {replay.written:,} written a token, "
-        f"conventionally {conventional.read:,} and {conventional.written:,}: {ratio:.2f}x as much"
+        f"window {cache.window}: {replay.read:,} bytes of state read and {replay.written:,} written a token, "
+        f"conventionally {conventional.read:,} and {conventional.written:,}: "
+        f"{sum(conventional) / sum(replay):.2f}x as much"
     )
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from replayssm import cli, generate
+from replayssm import ReplayStateCache, cli, generate
 from replayssm.generate import PREFILL_PIECE
 from replayssm.models import ByteTokenizer, HybridLM, from_pretrained
-from replayssm.plan import conventional_traffic, layer_bytes, replay_traffic
+from replayssm.plan import conventional_traffic, replay_traffic, state_bytes
 
 PROMPT = "def f(x):"
 CONFIG = {
@@ -61,8 +61,8 @@ def test_the_text_goes_to_standard_output_and_the_figures_to_standard_error(
     assert cli.main(["generate", PROMPT, "--model", folder, "--max-new-tokens", "20", "--window", "5"]) == 0
     printed = capsys.readouterr()
     assert printed.out == PROMPT + continuation(folder, PROMPT.encode(), 20) + "\n"
-    layers = layer_bytes(from_pretrained(folder)[0])
-    figures = [*replay_traffic(layers, 5), *conventional_traffic(layers)]
+    sizes = state_bytes(ReplayStateCache(from_pretrained(folder)[0], 1))
+    figures = [*replay_traffic(sizes, 5), *conventional_traffic(sizes)]
     assert re.fullmatch(r"\[20 tokens, [\d.]+ tokens/s, window 5: .*\]\n", printed.err)
     assert re.findall(r"\d+,\d+", printed.err) == [f"{figure:,}" for figure in figures]
 
@@ -105,7 +105,6 @@ def test_a_seed_fixes_the_text_and_the_seed_that_was_used_is_shown(
     [
         (["--model", "no/such/folder"], ["no/such/folder"]),
         (["--window", "-1"], ["window must be", "got -1"]),
-        (["--max-new-tokens", "0"], ["max_new_tokens must be", "got 0"]),
         (["--top-p", "1.5", "--temperature", "1"], ["top_p must be", "got 1.5"]),
         (["--device", "abacus"], ["--device must be", "got abacus"]),
         (["--compare", "--temperature", "0.5"], ["--compare must go with", "got temperature 0.5"]),
@@ -120,6 +119,15 @@ def test_bad_input_is_one_line_and_exit_2_before_any_text(
     assert printed.out == ""
     assert re.fullmatch(r"replayssm generate: .+; got .+\. .+\n", printed.err)
     assert all(word in printed.err for word in words)
+
+
+@pytest.mark.parametrize("arguments", [["--window", "2.5"], ["--max-new-tokens", "0"], ["--dtype", "int8"]])
+def test_what_is_no_number_or_choice_is_refused_before_a_model_is_loaded(
+    capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["generate", PROMPT, "--model", "no/such/folder", *arguments])
+    assert f"argument {arguments[0]}: " in capsys.readouterr().err
 
 
 def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

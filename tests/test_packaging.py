@@ -83,6 +83,8 @@ PRELUDES = {
 import sys, types
 class Broken(types.ModuleType):
     def __getattr__(self, name):
+        if name.startswith("__"):  # what Python itself asks any module for
+            raise AttributeError(name)
         raise RuntimeError(f"0 active drivers ({name})")
 sys.modules["triton"] = Broken("triton")
 """,
