@@ -159,7 +159,7 @@ class Attention(nn.Module):
         step = state.open_step(x.shape[1], rows, attention_mask, parents)
         position = step.start.unsqueeze(1) + torch.arange(step.t, device=x.device)
         q, k, v = self._project(step.pack(x), position)
-        return step.unpack(self.o_proj(self._attend_cached(q, k, v, state, step).flatten(2)))
+        return state.finish_step(self.o_proj(self._attend_cached(q, k, v, state, step).flatten(2)))
 
     def _forward_whole(self, x: Tensor, attention_mask: Tensor | None) -> Tensor:
         where = "Attention.forward"
@@ -200,7 +200,7 @@ class Attention(nn.Module):
                 x.device == state.k.device,
                 f"{where}: x must be on the state's device {state.k.device}; got {x.device}. Move x there first.",
             )
-            batch = state.clock.batch if rows is None else len(rows)
+            batch = state.clock.batch_of(where, rows)
         advice = f"The layer was built with d_model={self.d_model}, and a cache takes one row for each of its rows."
         expect_shape(where, "x", x, (batch, "t", self.d_model), advice)
         expect(x.shape[1] >= 1, f"{where}: x must have at least 1 token; got {tuple(x.shape)}. Skip the call instead.")
@@ -307,14 +307,14 @@ def _attend_banded(q: Tensor, k: Tensor, v: Tensor, window: int, before: int, li
         k, v: (batch, before + t, kv_heads, headdim), ``before`` older tokens in front.
         live: (batch, before + t) bool, keys that exist; None is all.
     """
-    t, piece, outputs = q.shape[1], max(window, PIECE), []
-    for first in range(0, t, piece):
-        last = min(first + piece, t)
-        lo, hi = max(0, first + before - (window - 1)), last + before
+    first, outputs = 0, []
+    for part in q.split(max(window, PIECE), 1):
+        lo, hi = max(0, first + before - (window - 1)), first + before + part.shape[1]
         query = torch.arange(first + before, hi, device=q.device).unsqueeze(1)
         key = torch.arange(lo, hi, device=q.device)
         allowed = ((key <= query) & (key > query - window)).unsqueeze(0)
         if live is not None:
             allowed = allowed & live[:, lo:hi].unsqueeze(1)
-        outputs.append(_attend(q[:, first:last], k[:, lo:hi], v[:, lo:hi], allowed))
+        outputs.append(_attend(part, k[:, lo:hi], v[:, lo:hi], allowed))
+        first += part.shape[1]
     return torch.cat(outputs, 1)

@@ -1,48 +1,20 @@
 """``HybridLM``: a language model whose residual blocks are replay layers, attention and MLPs in any order."""
 
 import copy
-import inspect
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from replayssm import ReplayGatedDeltaNet, ReplayKDA, ReplayLayer, ReplayMamba2, ReplayStateCache, hub
+from replayssm import ReplayStateCache, hub
 from replayssm.cache.step import ModuleState, StatefulModule
-from replayssm.checks import (
-    expect,
-    expect_choice,
-    expect_integers,
-    expect_positive,
-    expect_shape,
-    readable,
-    refuse_grad,
-)
+from replayssm.checks import expect, expect_integers, expect_shape, readable, refuse_grad
 from replayssm.layers.norm import RMSNorm
-from replayssm.models.attention import Attention
-from replayssm.models.mlp import MLP
+from replayssm.models.config import DTYPES, MIXERS, Mixer, check_config
 
-MODEL_TYPE = "replayssm_hybrid"
-Mixer: TypeAlias = ReplayLayer | Attention | MLP
-MIXERS: dict[str, Callable[..., Mixer]] = {
-    "mamba2": ReplayMamba2,
-    "gated_deltanet": ReplayGatedDeltaNet,
-    "kda": ReplayKDA,
-    "attention": Attention,
-    "mlp": MLP,
-}
-DTYPES = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
-_REQUIRED = ("model_type", "vocab_size", "d_model", "tie_embeddings", "norm_eps", "layers")
-_OPTIONAL = ("tokenizer", "dtype")
-_BY_THE_MODEL = ("d_model", "device", "dtype")  # constructor arguments that no entry of layers gives
 _OUTPUTS = ("out_proj", "o_proj", "down_proj")  # the projection of each mixer that writes into the residual stream
 _HEAD = "lm_head.weight"
 
@@ -120,8 +92,10 @@ class HybridLM(nn.Module):
 
         Each mixer initialises itself. What it adds to the residual stream starts smaller the more blocks there are.
         """
+        self._tie()
         nn.init.normal_(self.embed.weight, std=0.02)
-        nn.init.normal_(self.lm_head.weight, std=0.02)
+        if not self.config["tie_embeddings"]:
+            nn.init.normal_(self.lm_head.weight, std=0.02)
         self.norm.reset_parameters()
         for block in self._blocks():
             block.reset_parameters()
@@ -129,7 +103,6 @@ class HybridLM(nn.Module):
                 if name in _OUTPUTS:
                     with torch.no_grad():
                         child.get_parameter("weight").div_(len(self.layers) ** 0.5)
-        self._tie()
 
     def forward(
         self,
@@ -157,7 +130,8 @@ class HybridLM(nn.Module):
         """
         self._check_call(ids, cache, rows, parents, logits_to_keep)
         if cache is not None:
-            refuse_grad("HybridLM", self, self.embed.weight)  # before a layer opens the step that a later one refuses
+            # before one module opens the step that a later one would refuse
+            refuse_grad("HybridLM.forward", self, self.embed.weight)
             if not any(block.stateful for block in self._blocks()):
                 cache.open_step(ids.shape[1], rows, attention_mask, parents)
         x = self.embed(ids.long())
@@ -259,86 +233,30 @@ class HybridLM(nn.Module):
         self, ids: Tensor, cache: ReplayStateCache | None, rows: Tensor | None, parents: Tensor | None, to_keep: int
     ) -> None:
         """Refuse bad arguments before anything changes; the open step checks those that concern the cache."""
-        where, weight = "HybridLM", self.embed.weight
+        where, weight, vocab_size = "HybridLM.forward", self.embed.weight, self.config["vocab_size"]
         expect_shape(where, "ids", ids, ("batch", "t"), "Give one row of token ids for each sequence.")
         expect_integers(where, "ids", ids)
-        batch, t = ids.shape
-        expect(t >= 1, f"{where}: ids must have at least 1 column; got {tuple(ids.shape)}. Skip the call instead.")
-        expect(
-            ids.device == weight.device or weight.is_meta,  # offloaded weights are on meta between calls
-            f"{where}: ids must be on the model's device {weight.device}; got {ids.device}. Move them there first.",
-        )
-        if readable(ids) and batch:
-            lowest, highest = int(ids.min()), int(ids.max())
-            expect(
-                lowest >= 0 and highest < self.config["vocab_size"],
-                f"{where}: ids must be between 0 and vocab_size - 1 = {self.config['vocab_size'] - 1}; got "
-                f"{lowest if lowest < 0 else highest}. Use the tokenizer of this model, and a legal id for padding.",
-            )
-        expect(
-            isinstance(to_keep, int) and not isinstance(to_keep, bool) and 0 <= to_keep <= t,
-            f"{where}: logits_to_keep must be an int between 0 (all) and t={t}; got {to_keep!r}. Keep at most the "
-            "columns of ids.",
-        )
         expect(
             cache is not None or (rows is None and parents is None),
             f"{where}: rows and parents must be None without a cache; got one of them. Pass the cache they speak of.",
         )
-
-
-def check_config(config: dict[str, Any]) -> None:
-    """Refuse a config that is not understood to the last key: an ignored switch is a wrong model.
-
-    Raises:
-        ValueError: names the key, where it stands, and what may stand there.
-    """
-    expect(
-        isinstance(config, dict),
-        f"HybridLM: config must be a dict; got {type(config).__name__}. Give the content of config.json.",
-    )
-    _check_keys("config", config, _REQUIRED, _REQUIRED + _OPTIONAL)
-    expect_choice("HybridLM", "model_type", config["model_type"], (MODEL_TYPE,))
-    expect_positive("HybridLM", vocab_size=config["vocab_size"], d_model=config["d_model"])
-    tie, eps, layers = config["tie_embeddings"], config["norm_eps"], config["layers"]
-    expect(isinstance(tie, bool), f"HybridLM: tie_embeddings must be true or false; got {tie!r}. Write one of them.")
-    expect(
-        isinstance(eps, int | float) and not isinstance(eps, bool) and eps > 0,
-        f"HybridLM: norm_eps must be a positive number; got {eps!r}. 1e-5 is usual.",
-    )
-    if "dtype" in config:
-        expect_choice("HybridLM", "dtype", config["dtype"], tuple(DTYPES))
-    if "tokenizer" in config:
-        expect_choice("HybridLM", "tokenizer", config["tokenizer"], ("bytes",))
-        expect(
-            config["vocab_size"] >= 256,
-            f"HybridLM: vocab_size must be at least 256 for the bytes tokenizer; got {config['vocab_size']}. Widen it.",
-        )
-    expect(
-        isinstance(layers, list) and len(layers) > 0,
-        f"HybridLM: layers must be a list with at least one entry; got {layers!r}. Describe each block by a dict.",
-    )
-    for i, entry in enumerate(layers):
-        known = isinstance(entry, dict) and isinstance(entry.get("type"), str) and entry["type"] in MIXERS
-        expect(
-            known,
-            f'HybridLM: layers[{i}] must be a dict with "type" one of {", ".join(MIXERS)}; got {entry!r}. Choose one.',
-        )
-        parameters = inspect.signature(MIXERS[entry["type"]]).parameters
-        allowed = ["type", *(name for name in parameters if name not in _BY_THE_MODEL)]
-        required = ["type", *(name for name in allowed[1:] if parameters[name].default is inspect.Parameter.empty)]
-        _check_keys(f"layers[{i}] ({entry['type']})", entry, required, allowed)
-
-
-def _check_keys(what: str, given: dict[str, Any], required: Sequence[str], allowed: Sequence[str]) -> None:
-    unknown = [key for key in given if key not in allowed]
-    missing = [key for key in required if key not in given]
-    faults = [f"unknown key {key!r}" for key in unknown] + [f"no {key!r}" for key in missing]
-    expect(
-        not faults,
-        f"HybridLM: {what} must have the keys {', '.join(required)} and may have "
-        f"{', '.join(key for key in allowed if key not in required)}; got {', '.join(faults)}. Nothing is ignored: "
-        "remove what is unknown, add what is missing.",
-    )
+        # in these the text is built on failure only: a traced length has none
+        if ids.shape[1] < 1:
+            raise ValueError(f"{where}: ids must have at least 1 column; got {ids.shape[1]}. Skip the call instead.")
+        if ids.device != weight.device and not weight.is_meta:  # offloaded weights are on meta between calls
+            raise ValueError(
+                f"{where}: ids must be on the model's device {weight.device}; got {ids.device}. Move them there first."
+            )
+        if isinstance(to_keep, bool) or not isinstance(to_keep, int) or not 0 <= to_keep <= ids.shape[1]:
+            raise ValueError(
+                f"{where}: logits_to_keep must be an int between 0 (all) and t={ids.shape[1]}; got {to_keep!r}. Keep "
+                "at most the columns of ids."
+            )
+        if readable(ids) and len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
+            raise ValueError(
+                f"{where}: ids must be between 0 and vocab_size - 1 = {vocab_size - 1}; got {int(ids.min())} to "
+                f"{int(ids.max())}. Use the tokenizer of this model, and a legal id for padding."
+            )
 
 
 def _keeps_precision(key: str) -> bool:
