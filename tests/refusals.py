@@ -11,8 +11,8 @@ from torch import Tensor
 
 import replayssm
 
-# <Class.method>: <argument> must be <rule>; got <value>. <What to do.> Perhaps with the module's name in brackets.
-WHERE = r"^([A-Z]\w+|generate)(\.\w+)*( \([^)]*\))?: "
+# <Class.method>: <argument> must be <rule>; got <value>. <What to do.> Perhaps with the module's name behind the first.
+WHERE = r"^([A-Z]\w+|generate)(\.\w+)*( \([^)]*\)| '[^']*')?: "
 TEMPLATE = re.compile(WHERE + r".+ must .+; got .+\.\s+\S.+", re.DOTALL)
 
 
