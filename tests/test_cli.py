@@ -145,12 +145,23 @@ def test_a_missing_prompt_is_refused_with_a_remedy(
     assert word in capsys.readouterr().err
 
 
-def test_compare_finds_every_token_equal(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["generate", PROMPT * 10, "--model", folder, "--max-new-tokens", "40", "--window", "7", "--compare"]
-    assert cli.main(command) == 0
-    assert re.search(
-        r"all 40 tokens equal .* smallest argmax margin \d\.\d\de-\d\d at token \d+", capsys.readouterr().err
+def test_compare_finds_every_token_equal_and_the_smallest_margin(
+    folder: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompt = PROMPT * (PREFILL_PIECE // len(PROMPT) + 1)  # read in two pieces
+    assert (
+        cli.main(["generate", prompt, "--model", folder, "--max-new-tokens", "40", "--window", "7", "--compare"]) == 0
     )
+    found = re.search(r"all 40 tokens equal .* smallest argmax margin (\S+) at token (\d+)", capsys.readouterr().err)
+    assert found
+    model, _ = from_pretrained(folder, dtype=torch.float64)
+    ids = list(prompt.encode())
+    tokens = generate(model, [ids], max_new_tokens=40, vocab_size=256)[0].tolist()
+    with torch.no_grad():
+        best = model(torch.tensor([ids + tokens[:-1]]), logits_to_keep=40)[0, :, :256].topk(2).values
+    margin, at = (best[:, 0] - best[:, 1]).min(0)
+    assert float(found[1]) == pytest.approx(float(margin), rel=0.02)
+    assert int(found[2]) == int(at)
 
 
 def test_compare_fails_on_a_token_that_rounding_does_not_explain(
