@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from replayssm.cache.ring import read_ring, write_ring
-from replayssm.cache.step import ModuleState, Step, masked
+from replayssm.cache.step import ModuleState, masked
 from replayssm.checks import expect_exists, readable
 from replayssm.ops import chunked
 from replayssm.ops.records import Records, Recurrence
@@ -95,7 +95,7 @@ class LayerState(ModuleState):
         Returns:
             (rows of the call, d_conv - 1 + t, channels); inputs before a sequence's first token are zeros.
         """
-        step = self._called()
+        step = self.called()
         history = self.d_conv - 1
         past = read_ring(self.conv, step.cache_rows, step.start - history, history)
         written = torch.arange(-history, 0, device=x.device) + step.start.unsqueeze(1) >= 0
@@ -115,7 +115,7 @@ class LayerState(ModuleState):
             (rows of the call, t, nheads, headdim), fp32 or fp64; arbitrary at positions that are not real.
         Cost: one state read; one state written for each row that flushes.
         """
-        step, clock = self._called(), self.clock
+        step, clock = self.called(), self.clock
         self.fold(step.flushing)
         for ring, new in zip(self.ring, records, strict=True):
             write_ring(ring, step, new)
@@ -134,7 +134,7 @@ class LayerState(ModuleState):
             (rows of the call, t, nheads, headdim), fp32 or fp64; arbitrary at positions that are not real.
         Cost: one state read and one written for each row, one more written for rows with pending records.
         """
-        step = self._called()
+        step = self.called()
         self.fold(step.flushing)
         records = Records(*(masked(field, step.valid) for field in records))
         y, final = chunked.scan(q, records, step.take(self._checkpoint), self.recurrence)
@@ -173,10 +173,3 @@ class LayerState(ModuleState):
         seqlen = self.clock.seqlen if rows is None else self.clock.seqlen.index_select(0, rows)
         live = (tokens >= first_live.unsqueeze(1)) & (tokens < (seqlen + new).unsqueeze(1))
         return Records(*(masked(read_ring(ring, rows, first, count), live) for ring in self.ring))
-
-    def _called(self) -> Step:
-        if self.step is None:
-            raise RuntimeError(
-                f"{self.where}: a state must be used inside a step; got no open step. Call state.open_step(t) first."
-            )
-        return self.step

@@ -154,16 +154,16 @@ class ReplayStateCache:
             raise RuntimeError(
                 "ReplayStateCache.commit: commit must follow a step; got no open step. Call the model first."
             )
-        missing = [state.name for state in self._states if state.step is None]
+        missing = [state.name for state in self._states if not state.finished]
         if missing:
             raise RuntimeError(
-                f"ReplayStateCache.commit: every stateful module must be called in a step; got no call of "
-                f"{', '.join(missing)}. If the step failed half way, only cache.reset() is left."
+                f"ReplayStateCache.commit: every stateful module must be called in a step and come to its end; got no "
+                f"finished call of {', '.join(missing)}. If the step failed half way, only cache.reset() is left."
             )
         self.clock.check_kept(n)
         self.clock.close(n.to(self.seqlen.device) if isinstance(n, Tensor) else n)
         for state in self._states:
-            state.step = None
+            state.leave_step()
 
     def reset(self, rows: RowIndex | None = None, seed: int | Tensor | None = None) -> None:
         """Start the given rows afresh, all of them if None; for all rows also after a step that failed.
@@ -184,7 +184,7 @@ class ReplayStateCache:
             self.clock.errors.zero_()
             self.clock.step = None
             for state in self._states:
-                state.step = None
+                state.leave_step()
 
     def flush(self, rows: RowIndex | None = None) -> None:
         """Fold all pending records of the given rows, all rows if None, into their checkpoints now.

@@ -152,6 +152,13 @@ class Clock:
         self.step = step
         return step
 
+    def batch_of(self, where: str, rows: Tensor | None) -> int:
+        """How many rows a call must have."""
+        if rows is None:
+            return self.batch
+        expect_shape(where, "rows", rows, ("batch",), "Give the cache row of each row of the input, -1 for off.")
+        return len(rows)
+
     def refuse_open(self, where: str) -> None:
         """Raise RuntimeError between a step and its commit, when some modules have moved on and others not."""
         if self.step is not None:
@@ -229,9 +236,9 @@ class Clock:
     def _check_arguments(self, where: str, t: int, rows: Tensor | None, attention_mask: Tensor | None) -> None:
         device = self.seqlen.device
         expect(t >= 1, f"{where}: a step must have at least 1 token; got t={t}. Skip the call instead.")
+        batch = self.batch_of(where, rows)
         if rows is not None:
             expect_integers(where, "rows", rows)
-            expect_shape(where, "rows", rows, ("batch",), "Give the cache row of each row of the input, -1 for off.")
             expect(rows.device == device, _wrong_device(where, "rows", rows, device))
             if readable(rows):
                 on = rows[rows >= 0]
@@ -241,7 +248,6 @@ class Clock:
                     "Give each cache row at most once.",
                 )
         if attention_mask is not None:
-            batch = self.batch if rows is None else len(rows)
             advice = "Give one entry for each position of the input, 1 for a token and 0 for padding."
             expect_shape(where, "attention_mask", attention_mask, (batch, t), advice)
             expect(
@@ -284,16 +290,18 @@ class ModuleState:
         clock: the cache's counters; set by the cache.
         name: the module's name in the model; set by the cache.
         step: the open step in which the module has been called, or None.
+        finished: the module's call in the open step has come to its end.
     """
 
     clock: Clock
     name: str
     step: Step | None = None
+    finished: bool = False
 
     @property
     def where(self) -> str:
         """How errors name this state."""
-        return f"{type(self).__name__} {self.name!r}"
+        return f"{type(self).__name__} ({self.name})"
 
     def tensors(self) -> dict[str, Tensor]:
         """Name -> tensor, cache row first; reset, reorder, copies and byte counts work on these alone."""
@@ -327,8 +335,30 @@ class ModuleState:
                 "Call cache.commit() after each model step; after a step that failed half way, cache.reset()."
             )
         step = self.clock.open(self.where, t, rows, attention_mask, parents)
-        self.step = step
+        self.step, self.finished = step, False
         return step
+
+    def finish_step(self, y: Tensor) -> Tensor:
+        """Bring the module's outputs (rows of the call, t, ...) back from packed order, and mark its call as done.
+
+        A call that raises before this leaves the step incomplete, and ``commit`` refuses it.
+        """
+        step = self.called()
+        y = step.unpack(y)
+        self.finished = True
+        return y
+
+    def leave_step(self) -> None:
+        """Forget the step: it has been committed or given up."""
+        self.step, self.finished = None, False
+
+    def called(self) -> Step:
+        """The open step in which this module has been called."""
+        if self.step is None:
+            raise RuntimeError(
+                f"{self.where}: a state must be used inside a step; got no open step. Call state.open_step(t) first."
+            )
+        return self.step
 
 
 @runtime_checkable

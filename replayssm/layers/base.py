@@ -124,7 +124,7 @@ class ReplayLayer(nn.Module):
         step = state.open_step(x.shape[1], rows, attention_mask, parents)
         q, records, extra = self.project(step.pack(x), state if self.conv_channels else None, step.valid)
         y = state.scan(q, self.limit(records)) if step.scan else state.replay(q, records)
-        return step.unpack(self.emit(y, extra))
+        return state.finish_step(self.emit(y, extra))
 
     def _forward_whole(self, x: Tensor, attention_mask: Tensor | None) -> Tensor:
         where = f"{type(self).__name__}.forward"
@@ -196,7 +196,7 @@ class ReplayLayer(nn.Module):
                     f"{where}: state must be this layer's part of a cache; got {type(state).__name__} of another "
                     "geometry or kind. Pass cache.state_of(layer)."
                 )
-            batch = state.clock.batch if rows is None else len(rows)
+            batch = state.clock.batch_of(where, rows)
             expect(
                 x.device == state.conv.device,
                 f"{where}: x must be on the state's device {state.conv.device}; got {x.device}. Move x there first.",
