@@ -163,7 +163,7 @@ class Clock:
         """Raise RuntimeError between a step and its commit, when some modules have moved on and others not."""
         if self.step is not None:
             raise RuntimeError(
-                f"{where} must not be used between a step and its commit; got an open step of t={self.step.t}. "
+                f"{where}: the cache must be between a commit and the next step; got an open step of t={self.step.t}. "
                 "Call cache.commit() first; after a step that failed half way, cache.reset()."
             )
 
