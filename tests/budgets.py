@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 REL64 = 1e-12
+SLACK_GRADIENT = 10.0  # a gradient collects the rounding of both directions, over longer sums
 SLACK32 = 8.0
 STOCK_FLOOR = 1e-6  # transformers computes in fp32 inside, whatever the dtype of its weights
 
@@ -44,6 +45,15 @@ def assert_e32(got: Tensor, exact: Tensor, allowed: float, what: str = "output")
     assert torch.isfinite(got).all(), f"{what}: {(~torch.isfinite(got)).sum().item()} values are not finite"
     error = rms(got.double() - exact.double())
     assert error <= allowed, f"{what}: rms error {error:.2e} is over the budget E32 = {allowed:.2e}"
+
+
+def assert_gradient(got: Tensor | None, exact: Tensor | None, what: str) -> None:
+    """Gradients in fp64: 10 times E64."""
+    assert got is not None, f"there is no gradient of {what}"
+    assert exact is not None, f"the oracle has no gradient of {what}"
+    assert torch.isfinite(got).all(), f"the gradient of {what} is not finite"
+    error, allowed = worst(got.double() - exact.double()), SLACK_GRADIENT * e64(exact)
+    assert error <= allowed, f"gradient of {what}: error {error:.2e} is over the budget {allowed:.2e}"
 
 
 def assert_same_bits(got: Tensor, expected: Tensor, what: str = "tensor") -> None:

@@ -67,11 +67,7 @@ def softplus(x: Tensor) -> Tensor:
 
 
 def silu(x: Tensor) -> Tensor:
-    return x / (1 + torch.exp(-x))
-
-
-def sigmoid(x: Tensor) -> Tensor:
-    return 1 / (1 + torch.exp(-x))
+    return x * torch.sigmoid(x)
 
 
 def unit(x: Tensor) -> Tensor:
@@ -179,11 +175,11 @@ def gated_deltanet(
         k=repeat_heads(unit(k.unflatten(-1, (groups, d_state))), nheads),
         v=v.unflatten(-1, (nheads, headdim)),
         g=(-torch.exp(layer.A_log.to(x.dtype)) * softplus(a))[..., None],
-        beta=sigmoid(linear(x, layer.in_proj_b)) * (2 if neg_eigval else 1),
+        beta=torch.sigmoid(linear(x, layer.in_proj_b)) * (2 if neg_eigval else 1),
     )
     y, states = token_loop(tokens, delta=True)
     z = linear(x, layer.in_proj_z).unflatten(-1, (nheads, headdim))
-    gate = silu(z) if gate_activation == "silu" else sigmoid(z)
+    gate = silu(z) if gate_activation == "silu" else torch.sigmoid(z)
     y = rms_norm(y, layer.norm.weight.to(x.dtype), norm_eps) * gate
     return tokens, Trace(linear(y.flatten(-2), layer.out_proj), states)
 
@@ -214,12 +210,12 @@ def kda(
         q=unit(q) * d_state**-0.5,
         k=unit(k),
         v=v,
-        g=-rate * softplus(raw) if lower_bound is None else lower_bound * sigmoid(rate * raw),
-        beta=sigmoid(linear(x, layer.b_proj)) * (2 if neg_eigval else 1),
+        g=-rate * softplus(raw) if lower_bound is None else lower_bound * torch.sigmoid(rate * raw),
+        beta=torch.sigmoid(linear(x, layer.b_proj)) * (2 if neg_eigval else 1),
     )
     y, states = token_loop(tokens, delta=True)
     z = linear(x, layer.g_proj) if output_gate_rank is None else linear(linear(x, layer.g_a_proj), layer.g_b_proj)
-    gate = sigmoid(z.unflatten(-1, (nheads, headdim)))
+    gate = torch.sigmoid(z.unflatten(-1, (nheads, headdim)))
     y = rms_norm(y, layer.o_norm.weight.to(x.dtype), norm_eps) * gate
     return tokens, Trace(linear(y.flatten(-2), layer.o_proj), states)
 

@@ -1,7 +1,8 @@
 """Layers without projections: x holds the records themselves, so that nothing but the cache and the ops can differ."""
 
 import torch
-from torch import Tensor
+from draws import DEVICE
+from torch import Tensor, nn
 
 from replayssm import Records, Recurrence, ReplayLayer
 
@@ -9,8 +10,10 @@ from replayssm import Records, Recurrence, ReplayLayer
 class Passthrough(ReplayLayer):
     """The features of x are q, k, v, g and beta of 4 heads in 2 groups; the outputs are those of the recurrence."""
 
-    def __init__(self, headdim: int = 5, d_state: int = 7):
+    def __init__(self, headdim: int = 5, d_state: int = 7, dtype: torch.dtype = torch.float32):
         super().__init__(nheads=4, headdim=headdim, d_state=d_state, ngroups=2)
+        # only tells the cache the dtype and the device
+        self.anchor = nn.Parameter(torch.empty(0, dtype=dtype, device=DEVICE), requires_grad=False)
         self.decay_width = self.recurrence.decay_width(d_state)
         self.sizes = [2 * d_state, 2 * d_state, 4 * headdim, 4 * self.decay_width, 4]
 

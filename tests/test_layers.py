@@ -6,7 +6,7 @@ import pkgutil
 
 import pytest
 import torch
-from budgets import assert_e32, assert_e64, assert_same_bits, e32
+from budgets import assert_e32, assert_e64, assert_gradient, assert_same_bits, e32
 from draws import DEVICE, draw
 from geometries import CASES, LAYERS, VARIANTS, K, M, R, decode_in_pieces
 from refusals import refused
@@ -84,8 +84,7 @@ def test_gradients_equal_those_of_the_token_loop(geometry):
         (run(x) * weight).sum().backward()
         gradients.append({"x": x.grad, **{name: p.grad for name, p in layer.named_parameters()}})
     for name, exact in gradients[1].items():
-        assert gradients[0][name] is not None, f"{name} gets no gradient"
-        assert_e64(gradients[0][name], exact, f"gradient of {name}")
+        assert_gradient(gradients[0][name], exact, name)
 
 
 @pytest.mark.parametrize("geometry", [*CASES, R], ids=repr)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from budgets import assert_e32, assert_e64, assert_same_bits, e32
+from budgets import assert_e32, assert_e64, assert_gradient, assert_same_bits, e32
 from draws import draw, seeds
 from hypothesis import given
 from hypothesis import strategies as st
@@ -157,7 +157,7 @@ def test_gradients_of_scan_equal_those_of_the_token_loop(recurrence, size):
         ((y * draw(20, *y.shape)).sum() + (last * draw(21, *last.shape)).sum()).backward()
         gradients.append([x.grad for x in (q, *records, state)])
     for name, got, exact in zip(("q", "k", "v", "g", "beta", "state"), *gradients, strict=True):
-        assert_e64(got, exact, f"gradient of {name}")
+        assert_gradient(got, exact, name)
 
 
 @every_recurrence
