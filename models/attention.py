@@ -254,8 +254,6 @@ class Attention(nn.Module):
             allowed = live.unsqueeze(1) & (token.unsqueeze(1) <= position.unsqueeze(2))
             if self.window is not None:
                 allowed = allowed & (token.unsqueeze(1) > position.unsqueeze(2) - self.window)
-            # padding must see something, or its softmax divides by zero; what it gets is thrown away
-            allowed = allowed | (position >= end).unsqueeze(2)
             outputs.append(_attend(part, seen_k, seen_v, allowed))
         return torch.cat(outputs, 1)
 
@@ -287,7 +285,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
     Args:
         q: (batch, t, nheads, headdim).
         k, v: (batch, n, kv_heads, headdim), finite also where the mask hides them.
-        allowed: (batch or 1, t, n) bool; every row allows something.
+        allowed: (batch or 1, t, n) bool. A query that may see nothing gets arbitrary values.
 
     Returns:
         (batch, t, nheads, headdim).

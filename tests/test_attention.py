@@ -141,6 +141,7 @@ def test_a_padded_row_equals_the_row_alone(options, side):
         mask[row, where] = 1
     poisoned = torch.where(mask.unsqueeze(-1) == 0, float("nan"), x)
     cache = new_cache(layer, 3, step_tokens=2, max_seqlen=14)
+    poison_dead_kv(cache)
     outputs = {
         "trained": layer(poisoned, attention_mask=mask),
         "cached": step(layer, cache, poisoned, attention_mask=mask),
@@ -151,6 +152,7 @@ def test_a_padded_row_equals_the_row_alone(options, side):
         assert (y[mask == 0] == 0).all(), f"{what}: a masked position is not zero"
         for row, where in enumerate(place):
             assert_e64(y[row, where], layer(x[row : row + 1, where])[0].detach(), f"{what}, row {row}")
+    poison_dead_kv(cache)
     more = draw(5, 3, 2, D_MODEL)
     y = step(layer, cache, more)
     for row, where in enumerate(place):

@@ -313,7 +313,11 @@ BAD_CONFIGS = [
     ({"layers": [{**MLP, "activation": "gelu"}]}, "layers[0]", "activation", "relu2"),
     ({"layers": [{**MLP, "hidden": -1}]}, "layers[0]", "hidden"),
     ({"layers": [{**MLP, "bias": "no"}]}, "layers[0]", "bias"),
-    ({"layers": [{**MAMBA2, "nheads": "six"}]}, "layers[0]", "nheads"),
+    ({"layers": [{**MAMBA2, "nheads": "six"}]}, "layers[0]", "nheads", "int"),
+    ({"layers": [{**MAMBA2, "norm_eps": True}]}, "layers[0]", "norm_eps", "float"),
+    ({"layers": [{**MAMBA2, "dt_limits": [0, "inf"]}]}, "layers[0]", "dt_limits"),
+    ({"layers": [{**MAMBA2, "norm": "gate"}]}, "layers[0]", "norm", "gate_first"),
+    ({"layers": [{**KDA, "lower_bound": "-5"}]}, "layers[0]", "lower_bound", "float | None"),
 ]
 
 
@@ -462,3 +466,23 @@ def test_a_compiled_model_takes_any_length():
         assert_e64(compiled(ids).detach(), model(ids).detach(), f"t={t}")
     assert len(compilations) == 2  # longer than the sliding window, and not
     compiled(ids).sum().backward()
+
+
+def test_a_compiled_decode_step_is_one_graph_and_never_recompiles():
+    model, ids = build(config(WINDOWED, MLP)), token_ids(2, 12)
+    cache = ReplayStateCache(model, 2, window=4)
+    torch._dynamo.reset()
+    compilations = []
+
+    def backend(graph, example_inputs):
+        compilations.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    outputs = [feed(model, cache, ids[:, :3], [3])]
+    with torch.no_grad():
+        for piece in ids[:, 3:].split(1, 1):
+            outputs.append(compiled(piece, cache, logits_to_keep=1))
+            cache.commit()
+    assert_e64(torch.cat(outputs, 1), model(ids).detach())
+    assert len(compilations) == 1
