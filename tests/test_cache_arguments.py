@@ -29,6 +29,7 @@ from replayssm import ReplayStateCache
         ({"max_seqlen": 0}, ["max_seqlen must", "got 0"]),
         ({"seed": torch.zeros(2, dtype=torch.int64)}, ["seed must", "(2,)"]),
         ({"seed": torch.zeros(3)}, ["seed must", "float32"]),
+        ({"seed": 0.5}, ["seed must", "0.5"]),
     ],
     ids=str,
 )
@@ -69,6 +70,18 @@ def test_a_module_of_another_model_has_no_state():
     cache, _ = running(M.build())
     with refused(ValueError, "ReplayStateCache.state_of", "module must", cache=cache):
         cache.state_of(M.build())
+
+
+@pytest.mark.parametrize("geometry", CASES, ids=lambda g: g.kind)
+def test_a_layer_that_was_widened_after_its_cache_was_built_is_refused(geometry):
+    """Its records would be rounded to the cache's precision without a word."""
+    layer = geometry.build(torch.float32)
+    cache = ReplayStateCache([layer], 3)
+    layer.double()
+    with refused(ValueError, "float64", "float32", cache=cache):
+        layer(geometry.input(3, 2), cache[0])
+    layer.float()
+    step(cache, [layer], geometry.input(3, 2, dtype=torch.float32))
 
 
 def test_a_layer_given_twice_is_refused():
@@ -121,6 +134,13 @@ def test_rows_that_cannot_be_are_refused(rows, words, t):
     with refused(ValueError, *words, cache=cache):
         layer(draw(1, 3, t, 24), cache[0], rows=rows)
     step(cache, [layer], draw(1, 3, t, 24))
+
+
+def test_a_step_for_no_rows_is_refused():
+    layer = M.build()
+    cache, x = running(layer)
+    with refused(ValueError, "rows must", cache=cache):
+        layer(x[:0], cache[0], rows=torch.zeros(0, dtype=torch.int64, device=DEVICE))
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ After every operation the counters must be those of the lists, and the state tha
 
 import copy
 
+import pytest
 import torch
 from budgets import assert_e64
 from draws import DEVICE, draw, seeds
@@ -15,6 +16,9 @@ from programs import poison
 from torch import Tensor
 
 import replayssm
+from replayssm.cache import layer_state as layer_state_module
+from replayssm.cache import state_cache as state_cache_module
+from replayssm.cache import step as step_module
 
 BATCH = 3
 row_sets = st.lists(st.integers(0, BATCH - 1), unique=True, min_size=1, max_size=BATCH)
@@ -183,7 +187,23 @@ class RetentionMachine(CacheMachine):
     geometry = R
 
 
+class UnreadableMachine(CacheMachine):
+    """Values that may not be looked at, as on a GPU: every row is folded and written, and masked."""
+
+    geometry = G
+
+    def __init__(self):
+        super().__init__()
+        self.patches = pytest.MonkeyPatch()
+        for module in (step_module, state_cache_module, layer_state_module):
+            self.patches.setattr(module, "readable", lambda tensor: False)
+
+    def teardown(self):
+        self.patches.undo()
+
+
 TestMamba2 = Mamba2Machine.TestCase
 TestGatedDeltaNet = GatedDeltaNetMachine.TestCase
 TestKDA = KDAMachine.TestCase
 TestRetention = RetentionMachine.TestCase
+TestUnreadableValues = UnreadableMachine.TestCase

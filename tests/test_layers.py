@@ -145,6 +145,22 @@ def test_a_wrong_input_is_refused_before_anything_changes(geometry, with_state, 
     cache.commit()
 
 
+@pytest.mark.parametrize(
+    ("mask", "words"),
+    [
+        (torch.ones(2, 4, dtype=torch.int64), ["attention_mask must", "(2, 5)", "(2, 4)"]),
+        (torch.ones(2, 1, 5, 5, dtype=torch.bool), ["attention_mask must", "(2, 5)"]),
+        (torch.zeros(2, 5), ["attention_mask must", "float32"]),
+        (torch.tensor([[1, 1, 0, 1, 1], [1, 1, 1, 1, 1]]), ["attention_mask must", "left"]),
+    ],
+    ids=["length", "4-D", "additive", "interior"],
+)
+def test_a_mask_that_cannot_be_is_refused_in_training(mask, words):
+    layer = M.build()
+    with refused(ValueError, *words):
+        layer(M.input(2, 5), attention_mask=mask.to(DEVICE))
+
+
 def test_a_state_of_another_layer_is_refused():
     layer, other = M.build(), K.build()
     cache = replayssm.ReplayStateCache([other], 2)
