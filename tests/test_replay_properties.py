@@ -144,12 +144,13 @@ def test_prefill_then_decode_equals_forward(geometry, n, seed, data):
 def test_flushing_early_equals_flushing_late(geometry, program, seed):
     """In fp32, where the two round differently."""
     layer = geometry.build(torch.float32)
-    stream = geometry.input(BATCH, max(program.longest, 1), seed, torch.float32)
+    stream = geometry.input(BATCH, max(program.longest, 40), seed, torch.float32)
     late = Program(program.window, program.step_tokens, tuple(type(a)(a.t, a.kept) for a in program.actions))
-    exact, plain = geometry.trace(layer, stream.double()), geometry.trace(layer, stream)
-    allowed = e32(plain.output, exact.output)
+    exact, plain = geometry.trace(layer, stream.double()).output, geometry.trace(layer, stream).output
     for version in (program, late):
         outputs, _ = run(layer, stream, version)
         for row, got in enumerate(outputs):
-            if len(got):
-                assert_e32(got, exact.output[row, : len(got)], allowed, f"row {row}")
+            n = len(got)
+            if n:  # a token whose norm is small errs more, in plain fp32 as well
+                allowed = max(e32(plain, exact), e32(plain[row, :n], exact[row, :n]))
+                assert_e32(got, exact[row, :n], allowed, f"row {row}")
