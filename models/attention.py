@@ -8,15 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from replayssm.cache.packing import Packing, masked
 from replayssm.cache.ring import read_ring, write_ring
-from replayssm.cache.step import (
-    ModuleState,
-    Packing,
-    Step,
-    has_interior_padding,
-    masked,
-    refuse_interior_padding,
-)
+from replayssm.cache.step import ModuleState, Step
 from replayssm.checks import expect, expect_choice, expect_positive, expect_shape, refuse_grad
 
 PIECE = 256  # queries attended at once under a sliding window narrower than this
@@ -162,13 +156,7 @@ class Attention(nn.Module):
         return state.finish_step(self.o_proj(self._attend_cached(q, k, v, state, step).flatten(2)))
 
     def _forward_whole(self, x: Tensor, attention_mask: Tensor | None) -> Tensor:
-        where = "Attention.forward"
-        if attention_mask is not None:
-            advice = "Give one entry for each position of x, 1 for a token and 0 for padding."
-            expect_shape(where, "attention_mask", attention_mask, x.shape[:2], advice)
-            if not torch.compiler.is_compiling():
-                refuse_interior_padding(where, has_interior_padding(attention_mask))
-        packing = Packing(attention_mask, x.shape[1])
+        packing = Packing.checked("Attention.forward", attention_mask, x)
         q, k, v = self._project(packing.pack(x), torch.arange(x.shape[1], device=x.device).unsqueeze(0))
         return packing.unpack(self.o_proj(self._attend_whole(q, k, v).flatten(2)))
 

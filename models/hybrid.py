@@ -25,7 +25,7 @@ class Block(nn.Module):
     def __init__(self, norm: RMSNorm, mixer: Mixer):
         super().__init__()
         self.norm, self.mixer = norm, mixer
-        self.stateful = isinstance(mixer, StatefulModule)
+        self.stateful = issubclass(type(mixer), StatefulModule)
 
     def reset_parameters(self) -> None:
         """Draw every parameter anew, in place."""

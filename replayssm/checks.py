@@ -35,6 +35,12 @@ def expect_integers(where: str, name: str, tensor: Tensor) -> None:
         raise ValueError(f"{where}: {name} must hold integers; got {tensor.dtype}. Convert it with .long().")
 
 
+def expect_device(where: str, name: str, tensor: Tensor, device: torch.device) -> None:
+    """Check that a tensor is where the others are."""
+    if tensor.device != device:
+        raise ValueError(f"{where}: {name} must be on {device}; got {tensor.device}. Move it there first.")
+
+
 def expect_choice(where: str, name: str, value: object, choices: Sequence[object]) -> None:
     """Check that an option is one of ``choices``."""
     if value not in choices:

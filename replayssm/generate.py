@@ -6,12 +6,12 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from replayssm.cache.packing import has_interior_padding, refuse_interior_padding
 from replayssm.cache.state_cache import ReplayStateCache
-from replayssm.cache.step import has_interior_padding, refuse_interior_padding
 from replayssm.checks import expect, expect_integers, expect_positive, expect_shape
 from replayssm.sampling import Sampler
 
-PREFILL_PIECE = 2048  # tokens a prefill call; bounds activations, whatever the prompt's length
+PREFILL_PIECE = 2048  # most tokens a prefill call; bounds activations, whatever the prompt's length
 
 Prompts = Tensor | Sequence[Sequence[int]]
 
@@ -126,13 +126,16 @@ def _prefill(
 ) -> Tensor:
     """Feed the prompts in pieces; returns the logits behind each row's last token, (batch, vocab)."""
     total = tokens.shape[1]
-    for begin in range(0, total, PREFILL_PIECE):
-        piece = slice(begin, begin + PREFILL_PIECE)
-        piece_mask = None if mask is None else mask[:, piece]
-        logits = model(tokens[:, piece], cache, attention_mask=piece_mask, logits_to_keep=1)
+    # pieces of about one length: a short last one would be a step, in which a layer's limits do not hold
+    pieces = tokens.tensor_split(-(-total // PREFILL_PIECE), dim=1)
+    done = 0
+    for piece in pieces:
+        piece_mask = None if mask is None else mask[:, done : done + piece.shape[1]]
+        logits = model(piece, cache, attention_mask=piece_mask, logits_to_keep=1)
         cache.commit()
-        if progress is not None and total > PREFILL_PIECE:
-            progress(min(piece.stop, total), total)
+        done += piece.shape[1]
+        if progress is not None and len(pieces) > 1:
+            progress(done, total)
     return logits[:, -1]  # prompts are left-padded, so the last column is real in every row
 
 

@@ -6,6 +6,7 @@ A model is ``config.json`` beside ``model.safetensors``. Pickled weights are nev
 import json
 import os
 import re
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,7 @@ def write_folder(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, 
     try:
         save_file(weights, partial[WEIGHTS], metadata={"format": "pt"})
         partial[CONFIG].write_text(text, encoding="utf-8")
+        shutil.copymode(partial[CONFIG], partial[WEIGHTS])  # save_file lets nobody but the owner read
         for name, path in partial.items():
             path.replace(folder / name)
     finally:

@@ -26,10 +26,9 @@ class Traffic(NamedTuple):
 def state_bytes(cache: ReplayStateCache) -> StateBytes:
     """State and record sizes of the model that ``cache`` serves; zeros for a model without replay layers."""
     parts = cache.nbytes_by_part
-    slots = max(cache.window, cache.step_tokens) + cache.step_tokens
     return StateBytes(
         state=parts.get("checkpoint", 0) // cache.batch,
-        record=parts.get("ring", 0) // (cache.batch * slots),
+        record=parts.get("ring", 0) // (cache.batch * cache.clock.slots),
     )
 
 

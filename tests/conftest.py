@@ -1,4 +1,4 @@
-"""Settings of every test run: one thread a worker, the Hypothesis profile, the device, the nightly marker."""
+"""Settings of every test run: one thread a worker, the Hypothesis profile, the nightly marker."""
 
 import os
 
@@ -33,9 +33,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("nightly"):
                 item.add_marker(skip)
-
-
-@pytest.fixture(scope="session")
-def device() -> torch.device:
-    """The device under test: the CPU, also where a GPU is present, unless REPLAYSSM_TEST_DEVICE names another."""
-    return torch.device(os.environ.get("REPLAYSSM_TEST_DEVICE", "cpu"))

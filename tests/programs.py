@@ -103,7 +103,7 @@ def poison(cache: replayssm.ReplayStateCache, value: float = torch.nan) -> None:
             for ring in state.ring:
                 ring[row, dead] = value
             seqlen = int(cache.seqlen[row])
-            recent = {token % slots for token in range(max(0, seqlen - (state.d_conv - 1)), seqlen)}
+            recent = {token % slots for token in range(max(0, seqlen - (state.geometry.d_conv - 1)), seqlen)}
             state.conv[row, [slot for slot in range(slots) if slot not in recent]] = value
 
 

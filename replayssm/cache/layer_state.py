@@ -1,10 +1,13 @@
 """What a replay layer keeps for each sequence: the checkpoint, the ring of records since, the convolution's inputs."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
+from replayssm.cache.packing import masked
 from replayssm.cache.ring import read_ring, write_ring
-from replayssm.cache.step import ModuleState, masked
+from replayssm.cache.step import Clock, ModuleState
 from replayssm.checks import expect_exists, readable
 from replayssm.ops import chunked
 from replayssm.ops.records import Records, Recurrence
@@ -14,6 +17,18 @@ def check_formats(where: str, checkpoint: str, read_format: str | None) -> None:
     """Refuse a checkpoint or read format that does not exist."""
     expect_exists(where, "checkpoint", checkpoint, ("fp32",))
     expect_exists(where, "read_format", read_format, (None,))
+
+
+class Geometry(NamedTuple):
+    """Everything about a replay layer that its state depends on."""
+
+    nheads: int
+    headdim: int
+    d_state: int
+    ngroups: int
+    conv_channels: int
+    d_conv: int
+    recurrence: Recurrence
 
 
 class LayerState(ModuleState):
@@ -28,14 +43,8 @@ class LayerState(ModuleState):
     def __init__(
         self,
         batch: int,
+        geometry: Geometry,
         *,
-        nheads: int,
-        headdim: int,
-        d_state: int,
-        ngroups: int,
-        recurrence: Recurrence,
-        conv_channels: int,
-        d_conv: int,
         window: int,
         step_tokens: int,
         checkpoint: str,
@@ -44,9 +53,10 @@ class LayerState(ModuleState):
         device: torch.device | str | None,
     ):
         check_formats("LayerState", checkpoint, read_format)
-        self.recurrence, self.d_conv = recurrence, d_conv
+        self.geometry = geometry
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        slots = max(window, step_tokens) + step_tokens  # step_tokens more, so that new records never meet live ones
+        slots = Clock.slots_for(window, step_tokens)
+        nheads, headdim, d_state, ngroups, conv_channels, d_conv, recurrence = geometry
 
         def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(batch, *shape, dtype=dtype, device=device)
@@ -63,12 +73,6 @@ class LayerState(ModuleState):
     def tensors(self) -> dict[str, Tensor]:
         rings = {f"ring.{name}": ring for name, ring in self.ring._asdict().items()}
         return {"checkpoint": self._checkpoint, **rings, "conv": self.conv}
-
-    @property
-    def geometry(self) -> tuple[int, int, int]:
-        """(nheads, headdim, d_state)."""
-        nheads, headdim, d_state = self._checkpoint.shape[1:]
-        return nheads, headdim, d_state
 
     @property
     def checkpoint(self) -> Tensor:
@@ -96,7 +100,7 @@ class LayerState(ModuleState):
             (rows of the call, d_conv - 1 + t, channels); inputs before a sequence's first token are zeros.
         """
         step = self.called()
-        history = self.d_conv - 1
+        history = self.geometry.d_conv - 1
         past = read_ring(self.conv, step.cache_rows, step.start - history, history)
         written = torch.arange(-history, 0, device=x.device) + step.start.unsqueeze(1) >= 0
         write_ring(self.conv, step, x)
@@ -113,15 +117,18 @@ class LayerState(ModuleState):
 
         Returns:
             (rows of the call, t, nheads, headdim), fp32 or fp64; arbitrary at positions that are not real.
-        Cost: one state read; one state written for each row that flushes.
+        Cost: one state read. For each row that flushes, one more read and one written; where the rows cannot be
+            looked at without waiting for the device, for every row.
         """
         step, clock = self.called(), self.clock
         self.fold(step.flushing)
         for ring, new in zip(self.ring, records, strict=True):
             write_ring(ring, step, new)
         first_live = step.take(torch.where(step.flushing, clock.seqlen, clock.flushed))
-        live = self._window(step.cache_rows, clock.capacity + step.t, step.start + step.t, first_live, step.length)
-        return chunked.replay(q, live, step.take(self._checkpoint), self.recurrence)
+        # a row with new tokens has at most capacity - length committed ones, so this many reach back to all live ones
+        count = clock.capacity + step.t - 1
+        live = self._window(step.cache_rows, count, step.start + step.t, first_live, step.length)
+        return chunked.replay(q, live, step.take(self._checkpoint), self.geometry.recurrence)
 
     def scan(self, q: Tensor, records: Records) -> Tensor:
         """Outputs of a step of any length; the final state becomes the checkpoint.
@@ -137,7 +144,7 @@ class LayerState(ModuleState):
         step = self.called()
         self.fold(step.flushing)
         records = Records(*(masked(field, step.valid) for field in records))
-        y, final = chunked.scan(q, records, step.take(self._checkpoint), self.recurrence)
+        y, final = chunked.scan(q, records, step.take(self._checkpoint), self.geometry.recurrence)
         final = step.put(final)
         if step.present is not None:
             final = torch.where(step.present[:, None, None, None], final, self._checkpoint)
@@ -161,7 +168,7 @@ class LayerState(ModuleState):
             x if rows is None else x.index_select(0, rows) for x in (self._checkpoint, clock.seqlen, clock.flushed)
         )
         committed = self._window(rows, clock.capacity, seqlen, flushed, torch.zeros_like(seqlen))
-        return chunked.flush(committed, checkpoint, self.recurrence)
+        return chunked.flush(committed, checkpoint, self.geometry.recurrence)
 
     def _window(self, rows: Tensor | None, count: int, end: Tensor, first_live: Tensor, new: Tensor) -> Records:
         """The ``count`` records before token ``end`` (rows,), with zeros for those that are not live.

@@ -363,7 +363,8 @@ def _stateful_modules(model: nn.Module | Sequence[nn.Module]) -> Iterator[tuple[
         ]
     seen: set[int] = set()
     for name, module in found:
-        if isinstance(module, StatefulModule):
+        if issubclass(type(module), StatefulModule):  # of the class: a wrapper forwards attributes to what it wraps
+            assert isinstance(module, StatefulModule)
             expect(
                 id(module) not in seen,
                 f"ReplayStateCache: model must name each layer once; got {name} twice. Give each layer its own module.",

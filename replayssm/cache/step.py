@@ -10,7 +10,8 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from replayssm.checks import expect, expect_integers, expect_shape, readable
+from replayssm.cache.packing import Packing, expect_mask, has_interior_padding, refuse_interior_padding
+from replayssm.checks import expect, expect_device, expect_integers, expect_shape, readable
 
 ERRORS = (
     "commit was given a kept count outside 0 .. new tokens of its row (it was clamped)",
@@ -18,44 +19,6 @@ ERRORS = (
     "a row was given more tokens than max_seqlen leaves room for (the surplus was dropped)",
 )
 _KEPT, _INTERIOR, _OVERFLOW = range(3)
-
-
-class Packing:
-    """Which positions of a call are real tokens: packing moves each row's tokens to the front.
-
-    Args:
-        attention_mask: (rows, t), nonzero = a token; None is all tokens.
-        length: (rows,) int64, real tokens of each row, at most what the mask says; None is what the mask says.
-
-    Attributes:
-        valid: (rows, t) bool in packed order, or None if every position is a real token.
-    """
-
-    def __init__(self, attention_mask: Tensor | None, t: int, length: Tensor | None = None):
-        self.valid: Tensor | None = None
-        self._order: Tensor | None = None
-        self._shown: Tensor | None = None
-        if attention_mask is not None:
-            real = attention_mask != 0
-            length = real.sum(1) if length is None else length
-            count = real.long().cumsum(1) - 1  # packed position of each real token
-            self._order = torch.argsort(real.logical_not().to(torch.uint8), dim=1, stable=True)
-            self._count = count.clamp(min=0)
-            self._shown = real.logical_and(count < length.unsqueeze(1))
-        if length is not None:
-            self.valid = torch.arange(t, device=length.device) < length.unsqueeze(1)
-
-    def pack(self, x: Tensor) -> Tensor:
-        """(rows, t, ...): each row's real tokens first, exact zeros behind; without a mask, ``x`` itself."""
-        if self._order is None:
-            return x
-        return masked(x.gather(1, _like(self._order, x).expand_as(x)), self.valid)
-
-    def unpack(self, y: Tensor) -> Tensor:
-        """The inverse of ``pack``: exact zeros at masked positions and for rows that are off."""
-        if self._shown is None:
-            return masked(y, self.valid)
-        return masked(y.gather(1, _like(self._count, y).expand_as(y)), self._shown)
 
 
 class Step(Packing):
@@ -131,6 +94,16 @@ class Clock:
     def capacity(self) -> int:
         """Most records that are live at once: a full window, or the tokens of one step."""
         return max(self.window, self.step_tokens)
+
+    @property
+    def slots(self) -> int:
+        """Of a ring of records; step_tokens more than are live, so that new records never meet them."""
+        return self.slots_for(self.window, self.step_tokens)
+
+    @staticmethod
+    def slots_for(window: int, step_tokens: int) -> int:
+        """``slots`` of a cache with this window and these step_tokens."""
+        return max(window, step_tokens) + step_tokens
 
     def open(
         self, where: str, t: int, rows: Tensor | None, attention_mask: Tensor | None, parents: Tensor | None
@@ -239,7 +212,7 @@ class Clock:
         batch = self.batch_of(where, rows)
         if rows is not None:
             expect_integers(where, "rows", rows)
-            expect(rows.device == device, _wrong_device(where, "rows", rows, device))
+            expect_device(where, "rows", rows, device)
             if readable(rows):
                 on = rows[rows >= 0]
                 expect(
@@ -248,14 +221,7 @@ class Clock:
                     "Give each cache row at most once.",
                 )
         if attention_mask is not None:
-            advice = "Give one entry for each position of the input, 1 for a token and 0 for padding."
-            expect_shape(where, "attention_mask", attention_mask, (batch, t), advice)
-            expect(
-                not attention_mask.is_floating_point(),
-                f"{where}: attention_mask must be bool or integer, 1 = a token; got {attention_mask.dtype}. "
-                "An additive mask does not fit: pass which positions are tokens.",
-            )
-            expect(attention_mask.device == device, _wrong_device(where, "attention_mask", attention_mask, device))
+            expect_mask(where, attention_mask, (batch, t), device)
 
     def _check_values(self, where: str, step: Step) -> None:
         """Raise where values may be read, set the error flags where they may not."""
@@ -378,33 +344,3 @@ class StatefulModule(Protocol):
     ) -> ModuleState:
         """All memory that the module needs for ``batch`` rows."""
         ...
-
-
-def masked(x: Tensor, valid: Tensor | None) -> Tensor:
-    """``x`` (rows, t, ...) with exact zeros where ``valid`` (rows, t) is False, NaN included; None masks nothing."""
-    return x if valid is None else torch.where(_like(valid, x), x, 0)
-
-
-def has_interior_padding(attention_mask: Tensor) -> Tensor:
-    """() bool: some row has a masked position between two real ones."""
-    real = attention_mask != 0
-    begins = real[:, 0].long() + (real[:, 1:] & ~real[:, :-1]).sum(1)
-    return (begins > 1).any()
-
-
-def refuse_interior_padding(where: str, interior: Tensor) -> None:
-    """Raise ValueError if the flag from ``has_interior_padding`` is set; reads it."""
-    expect(
-        not bool(interior),
-        f"{where}: attention_mask must have its zeros on the left or on the right of a row's tokens; got zeros "
-        "between tokens. Use left padding.",
-    )
-
-
-def _like(index: Tensor, x: Tensor) -> Tensor:
-    """(rows, t) -> (rows, t, 1, ...) with as many axes as ``x``."""
-    return index.reshape(index.shape + (1,) * (x.ndim - 2))
-
-
-def _wrong_device(where: str, name: str, tensor: Tensor, device: torch.device) -> str:
-    return f"{where}: {name} must be on the cache's device {device}; got {tensor.device}. Move it there first."

@@ -6,9 +6,9 @@ from typing import Any, ClassVar, Literal, Protocol, TypedDict, runtime_checkabl
 import torch
 from torch import Tensor, nn
 
-from replayssm.cache.layer_state import LayerState
-from replayssm.cache.step import Packing, has_interior_padding, masked, refuse_interior_padding
-from replayssm.checks import expect, expect_exists, expect_positive, expect_shape, refuse_grad
+from replayssm.cache.layer_state import Geometry, LayerState
+from replayssm.cache.packing import Packing, masked
+from replayssm.checks import expect, expect_device, expect_exists, expect_positive, expect_shape, refuse_grad
 from replayssm.ops import chunked
 from replayssm.ops.records import Records, Recurrence
 
@@ -127,13 +127,7 @@ class ReplayLayer(nn.Module):
         return state.finish_step(self.emit(y, extra))
 
     def _forward_whole(self, x: Tensor, attention_mask: Tensor | None) -> Tensor:
-        where = f"{type(self).__name__}.forward"
-        if attention_mask is not None:
-            advice = "Give one entry for each position of x, 1 for a token and 0 for padding."
-            expect_shape(where, "attention_mask", attention_mask, x.shape[:2], advice)
-            if not torch.compiler.is_compiling():
-                refuse_interior_padding(where, has_interior_padding(attention_mask))
-        packing = Packing(attention_mask, x.shape[1])
+        packing = Packing.checked(f"{type(self).__name__}.forward", attention_mask, x)
         q, records, extra = self.project(packing.pack(x), None, packing.valid)
         records = Records(*(masked(field, packing.valid) for field in self.limit(records)))
         y, _ = chunked.scan(q, records, None, self.recurrence)
@@ -154,13 +148,7 @@ class ReplayLayer(nn.Module):
         largest = self._largest_parameter()
         return LayerState(
             batch,
-            nheads=self.nheads,
-            headdim=self.headdim,
-            d_state=self.d_state,
-            ngroups=self.ngroups,
-            recurrence=self.recurrence,
-            conv_channels=self.conv_channels,
-            d_conv=self.d_conv,
+            self._geometry,
             window=window,
             step_tokens=step_tokens,
             checkpoint=checkpoint,
@@ -186,21 +174,24 @@ class ReplayLayer(nn.Module):
         floating = [p for p in self.parameters() if p.is_floating_point()]
         return max(floating, key=torch.Tensor.numel) if floating else torch.empty(0)
 
+    @property
+    def _geometry(self) -> Geometry:
+        return Geometry(
+            self.nheads, self.headdim, self.d_state, self.ngroups, self.conv_channels, self.d_conv, self.recurrence
+        )
+
     def _check_input(self, x: Tensor, state: LayerState | None, rows: Tensor | None, parents: Tensor | None) -> None:
         name = type(self).__name__
         where = f"{name}.forward"
         batch: int | str = "batch"
         if state is not None:
-            if not isinstance(state, LayerState) or state.geometry != (self.nheads, self.headdim, self.d_state):
+            if not isinstance(state, LayerState) or state.geometry != self._geometry:
                 raise ValueError(
                     f"{where}: state must be this layer's part of a cache; got {type(state).__name__} of another "
                     "geometry or kind. Pass cache.state_of(layer)."
                 )
             batch = state.clock.batch_of(where, rows)
-            expect(
-                x.device == state.conv.device,
-                f"{where}: x must be on the state's device {state.conv.device}; got {x.device}. Move x there first.",
-            )
+            expect_device(where, "x", x, state.conv.device)
         elif rows is not None or parents is not None:
             raise ValueError(f"{where}: rows and parents must come with a state; got none. Pass cache.state_of(layer).")
         width: int | str = "d_model" if self.d_model is None else self.d_model
@@ -212,13 +203,14 @@ class ReplayLayer(nn.Module):
             )
         expect_shape(where, "x", x, (batch, "t", width), advice)
         expect(x.shape[1] >= 1, f"{where}: x must have at least 1 token; got {tuple(x.shape)}. Skip the call instead.")
-        dtypes = {p.dtype for p in self.parameters() if p.is_floating_point()}
-        fits = x.dtype in dtypes or (x.is_floating_point() and (not dtypes or torch.is_autocast_enabled(x.device.type)))
+        largest = self._largest_parameter()
         expect(
-            fits,
-            f"{where}: x must have the layer's dtype {' or '.join(sorted(map(str, dtypes)))}; got {x.dtype}. "
-            "Convert x, or call under torch.autocast.",
+            x.is_floating_point() and (x.dtype == largest.dtype or torch.is_autocast_enabled(x.device.type)),
+            f"{where}: x must have the layer's dtype {largest.dtype}; got {x.dtype}. Convert x, or call under "
+            "torch.autocast.",
         )
+        if state is None and not largest.is_meta:  # offloaded weights are on meta between calls
+            expect_device(where, "x", x, largest.device)
 
 
 @runtime_checkable

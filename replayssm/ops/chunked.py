@@ -66,7 +66,7 @@ def replay(q: Tensor, records: Records, checkpoint: Tensor, recurrence: Recurren
     Returns:
         (batch, t, nheads, headdim), fp32 or fp64.
 
-    Cost: the state is read once, nothing is written.
+    Cost: the state is read, nothing is written.
     """
     dtype = compute_dtype(records.v, records.g, checkpoint)
     state = _by_group(checkpoint.to(dtype), records.k.shape[2])
@@ -91,7 +91,7 @@ def flush(records: Records, checkpoint: Tensor, recurrence: Recurrence) -> Tenso
     dtype = compute_dtype(records.v, records.g, checkpoint)
     state = _by_group(checkpoint.to(dtype), records.k.shape[2])
     with _full_precision(checkpoint):
-        _, k, v, g, beta = _chunk_layout(records.k, records, dtype)
+        k, v, g, beta = _chunk_layout(None, records, dtype)
         u = beta * v
         if recurrence.delta:
             (over_k,) = _decayed_grams((k,), k, g, recurrence)
@@ -119,7 +119,7 @@ def _writes_and_outputs(
 
 
 def _corrected_writes(over_k: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> Tensor:
-    """u_s = beta_s (v_s - S_(s-1) k_s) for every token of a chunk at once, (batch, group, head, time, headdim).
+    """u_s = beta_s (v_s - e^(g_s) S_(s-1) k_s) for every token of a chunk at once, (batch, group, head, time, headdim).
 
     (I + A) U = R, with A[s, i] = beta_s <k_s e^(G_s - G_i), k_i> below the diagonal and
     R[s] = beta_s (v_s - S (e^(G_s) k_s)).
@@ -194,17 +194,17 @@ def _chunks(q: Tensor, records: Records) -> Iterator[tuple[Tensor, Records]]:
         yield filled[0], Records(*filled[1:])
 
 
-def _chunk_layout(q: Tensor, records: Records, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """q, k, v, g, beta as (batch, group, head, time, features) in the compute dtype.
+def _chunk_layout(q: Tensor | None, records: Records, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """q where given, then k, v, g, beta, as (batch, group, head, time, features) in the compute dtype.
 
     Contiguous, because a matrix product may sum in another order for other strides, and the strides of a batch of one
     differ from those of a larger one.
     """
-    groups = records.k.shape[2]
-    k, q = (x.to(dtype).transpose(1, 2).unsqueeze(2).contiguous() for x in (records.k, q))
-    heads = (records.v, records.g, records.beta.unsqueeze(-1))
-    v, g, beta = (_by_group(x.to(dtype).transpose(1, 2).contiguous(), groups) for x in heads)
-    return q, k, v, g, beta
+    keys = (records.k,) if q is None else (q, records.k)
+    values = (records.v, records.g, records.beta.unsqueeze(-1))
+    shared = (x.to(dtype).transpose(1, 2).unsqueeze(2).contiguous() for x in keys)
+    owned = (_by_group(x.to(dtype).transpose(1, 2).contiguous(), records.k.shape[2]) for x in values)
+    return *shared, *owned
 
 
 def _by_group(x: Tensor, groups: int) -> Tensor:
