@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from replayssm.cache.packing import Packing, masked
-from replayssm.cache.ring import read_ring, write_ring
+from replayssm.cache.ring import read_rings, write_rings
 from replayssm.cache.step import ModuleState, Step
 from replayssm.checks import expect, expect_choice, expect_positive, expect_shape, refuse_grad
 
@@ -215,16 +215,13 @@ class Attention(nn.Module):
             first = step.start - (self.window - 1)
             token = first.unsqueeze(1) + torch.arange(self.window - 1 + step.t, device=q.device)
             live = token >= 0
-            old_k = read_ring(state.k, step.cache_rows, first, self.window - 1)
-            old_v = read_ring(state.v, step.cache_rows, first, self.window - 1)
+            old_k, old_v = read_rings((state.k, state.v), step.cache_rows, first, self.window - 1)
             seen_k = masked(torch.cat([old_k.to(k.dtype), k], 1), live)
             seen_v = masked(torch.cat([old_v.to(v.dtype), v], 1), live)
             y = _attend_banded(q, seen_k, seen_v, self.window, before=self.window - 1, live=live)
-            write_ring(state.k, step, k)
-            write_ring(state.v, step, v)
+            write_rings((state.k, state.v), step, (k, v))
             return y
-        write_ring(state.k, step, k)
-        write_ring(state.v, step, v)
+        write_rings((state.k, state.v), step, (k, v))
         end = (step.start + step.length).unsqueeze(1)  # (batch, 1)
         slot = torch.arange(slots, device=q.device)
         token = end - 1 - (end - 1 - slot).remainder(slots)  # (batch, slots): the newest token that a slot can hold

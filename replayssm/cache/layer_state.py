@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from replayssm.cache.packing import masked
-from replayssm.cache.ring import read_ring, write_ring
+from replayssm.cache.ring import read_rings, write_rings
 from replayssm.cache.step import Clock, ModuleState
 from replayssm.checks import expect_exists, readable
 from replayssm.ops import chunked
@@ -101,9 +101,9 @@ class LayerState(ModuleState):
         """
         step = self.called()
         history = self.geometry.d_conv - 1
-        past = read_ring(self.conv, step.cache_rows, step.start - history, history)
+        (past,) = read_rings((self.conv,), step.cache_rows, step.start - history, history)
         written = torch.arange(-history, 0, device=x.device) + step.start.unsqueeze(1) >= 0
-        write_ring(self.conv, step, x)
+        write_rings((self.conv,), step, (x,))
         return torch.cat([masked(past, written).to(x.dtype), x], dim=1)
 
     def replay(self, q: Tensor, records: Records) -> Tensor:
@@ -122,8 +122,7 @@ class LayerState(ModuleState):
         """
         step, clock = self.called(), self.clock
         self.fold(step.flushing)
-        for ring, new in zip(self.ring, records, strict=True):
-            write_ring(ring, step, new)
+        write_rings(self.ring, step, records)
         first_live = step.take(torch.where(step.flushing, clock.seqlen, clock.flushed))
         # a row with new tokens has at most capacity - length committed ones, so this many reach back to all live ones
         count = clock.capacity + step.t - 1
@@ -179,4 +178,4 @@ class LayerState(ModuleState):
         tokens = first.unsqueeze(1) + torch.arange(count, device=first.device)
         seqlen = self.clock.seqlen if rows is None else self.clock.seqlen.index_select(0, rows)
         live = (tokens >= first_live.unsqueeze(1)) & (tokens < (seqlen + new).unsqueeze(1))
-        return Records(*(masked(read_ring(ring, rows, first, count), live) for ring in self.ring))
+        return Records(*(masked(field, live) for field in read_rings(self.ring, rows, first, count)))
