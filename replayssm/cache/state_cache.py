@@ -386,4 +386,8 @@ def _seeds(seed: int | Tensor, count: int, device: torch.device) -> Tensor:
         expect_integers("ReplayStateCache", "seed", seed)
         expect_shape("ReplayStateCache", "seed", seed, (count,), "Give one seed a row, or an int.")
         return seed.to(device=device, dtype=torch.int64, copy=True)
+    expect(
+        isinstance(seed, int) and not isinstance(seed, bool),
+        f"ReplayStateCache: seed must be an int or an int tensor; got {seed!r}. Give one seed a row, or an int.",
+    )
     return torch.arange(count, device=device) + seed

@@ -129,7 +129,9 @@ class Clock:
         """How many rows a call must have."""
         if rows is None:
             return self.batch
-        expect_shape(where, "rows", rows, ("batch",), "Give the cache row of each row of the input, -1 for off.")
+        advice = "Give the cache row of each row of the input, -1 for off."
+        expect_shape(where, "rows", rows, ("batch",), advice)
+        expect(len(rows) > 0, f"{where}: rows must name at least 1 row; got none. {advice}")
         return len(rows)
 
     def refuse_open(self, where: str) -> None:

@@ -204,6 +204,12 @@ class ReplayLayer(nn.Module):
         expect_shape(where, "x", x, (batch, "t", width), advice)
         expect(x.shape[1] >= 1, f"{where}: x must have at least 1 token; got {tuple(x.shape)}. Skip the call instead.")
         largest = self._largest_parameter()
+        if state is not None:
+            expect(
+                state.ring.v.dtype == largest.dtype,
+                f"{where}: state must be in the layer's dtype {largest.dtype}; got {state.ring.v.dtype}. Build the "
+                "cache after converting the layer.",
+            )
         expect(
             x.is_floating_point() and (x.dtype == largest.dtype or torch.is_autocast_enabled(x.device.type)),
             f"{where}: x must have the layer's dtype {largest.dtype}; got {x.dtype}. Convert x, or call under "

@@ -30,7 +30,7 @@ class ReplayMamba2(ReplayLayer):
         bias, out_bias: biases of in_proj and out_proj; ``out_bias=None`` follows ``bias``.
         conv_bias: bias of the convolution.
         norm: "gate_first" (gate, then norm), "norm_first" (norm, then gate), or None (the gate alone).
-        norm_groups: the RMS is taken over each of so many parts; None is ngroups (1 in HF's Mamba2 and Bamba).
+        norm_groups: the RMS is taken over each of so many parts; None is ngroups.
         norm_eps: of the norm.
         dt_limits: (low, high) of dt in a scan; a step does not clamp, so that T tokens at once equal T single steps.
         in_multiplier: scales the input (Falcon-H1's ssm_in_multiplier).
