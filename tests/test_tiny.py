@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from draws import DEVICE
 from torch import Tensor
 
 import replayssm
@@ -33,8 +34,8 @@ PROMPTS = (
 
 
 @pytest.fixture(scope="module")
-def tiny(device: torch.device) -> tuple[HybridLM, ByteTokenizer]:
-    return from_pretrained("tiny", device=device)
+def tiny() -> tuple[HybridLM, ByteTokenizer]:
+    return from_pretrained("tiny", device=DEVICE)
 
 
 @pytest.fixture(scope="module")
