@@ -192,6 +192,26 @@ def test_rows_in_any_order_equal_all_rows_in_order(step_tokens):
     assert_e64(states[1], states[0], "state")
 
 
+@every_layer
+def test_a_step_writes_the_slots_of_its_real_tokens_and_no_others(geometry):
+    layer, x = geometry.build(), draw(50, 3, 3, 24)
+    cache, before = ragged(layer, window=9), snapshot(ragged(layer, window=9))
+    start, flushed = cache.seqlen.tolist(), cache.flushed.tolist()
+    lengths = [2, 0, 3]
+    step(cache, [layer], x, attention_mask=torch.arange(3, device=DEVICE) < tensor(*lengths)[:, None])
+    cache.commit(tensor(1, 0, 2))
+    assert cache.flushed.tolist() == flushed, "no row was to flush"
+    for name, value in snapshot(cache).items():
+        if ".ring." in name or name.endswith(".conv"):
+            slots = value.shape[1]
+            for row, length in enumerate(lengths):
+                written = {(start[row] + s) % slots for s in range(length)}
+                others = [slot for slot in range(slots) if slot not in written]
+                assert_same_bits(value[row, others], before[name][row, others], f"{name} of row {row}")
+        elif name.endswith("checkpoint"):
+            assert_same_bits(value, before[name], name)
+
+
 def test_an_empty_selection_of_rows_does_nothing():
     cache = ragged(M.build())
     before = snapshot(cache)

@@ -8,6 +8,7 @@ from budgets import assert_e64, assert_gradient, assert_same_bits, rms
 from draws import DEVICE, draw
 from geometries import CASES, decode_in_pieces
 from hybrids import build, config, token_ids
+from peak_memory import PeakMemory
 from torch import nn
 
 import replayssm
@@ -35,15 +36,17 @@ def test_rc37_decoding_does_not_touch_training(geometry):
 def test_rc37_generation_under_gradients_records_none():
     model, ids = build(config(), dtype=torch.float32), token_ids(2, 5)
     assert torch.is_grad_enabled()
-    cache = ReplayStateCache(model, 2, window=4, max_seqlen=300)
-    tokens = replayssm.generate(model, ids, max_new_tokens=200, cache=cache)
-    assert not tokens.requires_grad
-    for name, tensor in cache.tensors().items():
-        assert tensor.grad_fn is None, name
-        assert not tensor.requires_grad, name
-    assert all(parameter.grad is None for parameter in model.parameters())
-    with torch.no_grad():
-        replayssm.generate(model, tokens[:, -1:], max_new_tokens=1, cache=cache)
+    peaks = []
+    for count in (20, 200):
+        cache = ReplayStateCache(model, 2, window=4, max_seqlen=300)
+        with PeakMemory() as peak:
+            tokens = replayssm.generate(model, ids, max_new_tokens=count, cache=cache)
+        peaks.append(peak.bytes)
+        assert not tokens.requires_grad
+        for name, tensor in cache.tensors().items():
+            assert tensor.grad_fn is None, name
+            assert not tensor.requires_grad, name
+    assert peaks[1] <= peaks[0] + 10 * tokens.nbytes, "memory grows with the steps"
 
 
 @pytest.mark.parametrize("dt_bias", [20.0, -20.0])
