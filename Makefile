@@ -27,7 +27,7 @@ export CONSTRAINTS
 .PHONY: demo test lint install clean
 
 demo: install
-	$(BIN)/python -m replayssm generate "$(PROMPT)" --max-new-tokens 200
+	$(BIN)/python -m replayssm generate "$(PROMPT)" --max-new-tokens 300 --temperature 0.5 --seed 0
 
 test: install
 	$(BIN)/python -m pytest $(PYTEST)

@@ -19,6 +19,7 @@ from replayssm.models import ByteTokenizer, HybridLM, from_pretrained
 from replayssm.models.hybrid import DTYPES
 from replayssm.plan import conventional_traffic, replay_traffic, state_bytes
 
+BOUNDARY = 0  # byte-level models are trained on texts with a zero byte between them: it opens the prompt, and ends
 SLACK = 1.5  # replay may be as wrong as conventional decoding in the same dtype, times this; as in the tests
 
 
@@ -100,8 +101,8 @@ def _generate(options: argparse.Namespace) -> int:
         raise ValueError(
             f"--model must name a tokenizer in its config.json; got none in {options.model}. Add it there."
         )
-    ids = tokenizer.encode(prompt)
-    if not ids:
+    ids = [BOUNDARY, *tokenizer.encode(prompt)]
+    if not prompt:
         raise ValueError("PROMPT must have at least 1 character; got an empty text. Give the model a beginning.")
     tokens = _write(model, tokenizer, ids, options)
     return _compare(model, tokenizer, ids, tokens) if options.compare else 0
@@ -142,6 +143,7 @@ def _write(model: HybridLM, tokenizer: ByteTokenizer, ids: list[int], options: a
         top_k=options.top_k,
         top_p=options.top_p,
         seed=seed,
+        eos=BOUNDARY,
         vocab_size=tokenizer.vocab_size,
         stream=True,
         progress=_progress,
@@ -152,8 +154,9 @@ def _write(model: HybridLM, tokenizer: ByteTokenizer, ids: list[int], options: a
     for piece in pieces:
         if not tokens:
             prefilled = time.perf_counter()
-        tokens += piece[0].tolist()
-        print(text.push(piece[0].tolist()), end="", flush=True)
+        tokens.append(int(piece))
+        if tokens[-1] != BOUNDARY:
+            print(text.push(tokens[-1:]), end="", flush=True)
     end = time.perf_counter()
     print(text.finish(), flush=True)
     # the first token comes out of the prompt, each later one out of a decode step

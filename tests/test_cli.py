@@ -51,7 +51,7 @@ def pipe(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
 
 def continuation(folder: str, prompt: bytes, count: int) -> str:
     model, tokenizer = from_pretrained(folder)
-    tokens = generate(model, [list(prompt)], max_new_tokens=count, vocab_size=256)
+    tokens = generate(model, [[0, *prompt]], max_new_tokens=count, vocab_size=256)
     return tokenizer.decode(tokens[0].tolist())
 
 
@@ -81,7 +81,7 @@ def test_a_long_prompt_shows_progress(
     folder: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     total = 2 * PREFILL_PIECE + 7
-    pipe(monkeypatch, b"x" * total)
+    pipe(monkeypatch, b"x" * (total - 1))  # and a zero byte in front
     assert cli.main(["generate", "--model", folder, "--max-new-tokens", "1"]) == 0
     shown = [line for line in capsys.readouterr().err.splitlines() if line.startswith("[prompt")]
     done = (total // 3 + 1, 2 * (total // 3) + 2, total)  # three pieces of about one length
@@ -99,6 +99,21 @@ def test_a_seed_fixes_the_text_and_the_seed_that_was_used_is_shown(
     assert capsys.readouterr().out == first.out
     assert cli.main([*command, "--seed", str(int(seed) + 1)]) == 0
     assert capsys.readouterr().out != first.out
+
+
+def test_the_text_ends_where_the_model_ends_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(0)
+    model = HybridLM(CONFIG)
+    prompt = PROMPT.encode()
+    text = generate(model, [[0, *prompt]], max_new_tokens=20, vocab_size=256)[0].tolist()
+    last = next(i for i in range(19, 0, -1) if text[i] not in text[:i])
+    with torch.no_grad():  # the zero byte takes the place of the token that appears there first, and wins over it
+        model.lm_head.weight[0] = 1.01 * model.lm_head.weight[text[last]]
+    model.save_pretrained(tmp_path)
+    assert cli.main(["generate", PROMPT, "--model", str(tmp_path), "--max-new-tokens", "20"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == PROMPT + bytes(text[:last]).decode(errors="replace") + "\n"
+    assert printed.err.startswith(f"[{last + 1} tokens, ")
 
 
 @pytest.mark.parametrize(
@@ -156,7 +171,7 @@ def test_compare_finds_every_token_equal_and_the_smallest_margin(
     found = re.search(r"all 40 tokens equal .* smallest argmax margin (\S+) at token (\d+)", capsys.readouterr().err)
     assert found
     model, _ = from_pretrained(folder, dtype=torch.float64)
-    ids = list(prompt.encode())
+    ids = [0, *prompt.encode()]
     tokens = generate(model, [ids], max_new_tokens=40, vocab_size=256)[0].tolist()
     with torch.no_grad():
         best = model(torch.tensor([ids + tokens[:-1]]), logits_to_keep=40)[0, :, :256].topk(2).values
