@@ -43,8 +43,8 @@ install:
 		$(BIN)/python -m pip --version >/dev/null 2>&1 || $(BIN)/python -m ensurepip; \
 		$(BIN)/python -c "$$CONSTRAINTS" >$(VENV)/replayssm-constraints.txt; \
 		$(BIN)/python -m pip install --disable-pip-version-check -c $(VENV)/replayssm-constraints.txt -e '.[test,dev]' || { \
-			echo 'Does torch conflict? Then the index has only CUDA builds of it, which this machine cannot use: put a CPU'; \
-			echo "build into $(VENV) first (README.md, Install), and run make again: it keeps a torch that is there."; \
+			echo 'If torch and triton conflict, the index has only CUDA builds of this torch. Put a CPU build of torch'; \
+			echo "into $(VENV) first (see README.md) and run make again: it keeps a torch that is there."; \
 			exit 1; }; \
 		echo "$(STAMP)" >$(VENV)/replayssm-installed; \
 	fi
