@@ -185,6 +185,11 @@ class Attention(nn.Module):
                 "or kind. Pass cache.state_of(layer).",
             )
             expect(
+                state.k.dtype == self.k_proj.weight.dtype,
+                f"{where}: state must be in the layer's dtype {self.k_proj.weight.dtype}; got {state.k.dtype}. Build "
+                "the cache after converting the model.",
+            )
+            expect(
                 x.device == state.k.device,
                 f"{where}: x must be on the state's device {state.k.device}; got {x.device}. Move x there first.",
             )

@@ -134,9 +134,10 @@ class HybridLM(nn.Module):
             refuse_grad("HybridLM.forward", self, self.embed.weight)
             if not any(block.stateful for block in self._blocks()):
                 cache.open_step(ids.shape[1], rows, attention_mask, parents)
+        # all states are found before one module opens the step: a cache of another model is refused unchanged
+        states = [cache.state_of(b.mixer) if cache is not None and b.stateful else None for b in self._blocks()]
         x = self.embed(ids.long())
-        for block in self._blocks():
-            state = cache.state_of(block.mixer) if cache is not None and block.stateful else None
+        for block, state in zip(self._blocks(), states, strict=True):
             x = block(x, state, attention_mask=attention_mask, rows=rows, parents=parents)
         return self.lm_head(self.norm(x[:, -logits_to_keep:]))
 
@@ -202,6 +203,11 @@ class HybridLM(nn.Module):
             f"{key} of shape {tuple(stored[key].shape)} instead of {tuple(tensor.shape)}"
             for key, tensor in expected.items()
             if key in stored and stored[key].shape != tensor.shape
+        ]
+        faults += [
+            f"{key} of {stored[key].dtype} instead of floating point"
+            for key in expected
+            if key in stored and not stored[key].is_floating_point()
         ]
         expect(
             not faults,

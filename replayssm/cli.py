@@ -112,9 +112,9 @@ def _generate(options: argparse.Namespace) -> int:
 
 
 def _read_prompt() -> str:
-    if sys.stdin.isatty():
+    if sys.stdin is None or sys.stdin.isatty():
         raise ValueError(
-            "PROMPT must be an argument or come from standard input; got a terminal. "
+            "PROMPT must be an argument or come from standard input; got a terminal, or nothing. "
             'Try: replayssm generate "def main():", or: replayssm generate < file'
         )
     # bytes that are not UTF-8 reach the tokenizer unchanged, as they do in an argument

@@ -68,7 +68,7 @@ def generate(
     if drafter is not None:
         raise NotImplementedError("generate: drafters do not exist yet; pass drafter=None.")
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    tokens, mask = _prompts(ids, attention_mask, pad, device)
+    tokens, mask = _prompts(ids, attention_mask, device)
     expect_positive("generate", max_new_tokens=max_new_tokens)
     if vocab_size is None:
         vocab_size = _configured_vocab_size(model)
@@ -87,6 +87,7 @@ def generate(
         cache.batch == len(tokens),
         f"generate: cache must have {len(tokens)} rows, one a prompt; got {cache.batch}. Build a cache of that batch.",
     )
+    _expect_room(cache, tokens, mask, max_new_tokens)
     pieces = _decode(model, cache, tokens, mask, max_new_tokens, sampler, ends, pad, progress)
     return pieces if stream else torch.cat(list(pieces), dim=1)
 
@@ -106,9 +107,9 @@ def _decode(
     """Yield (batch, 1) tokens until every row has ended or has all its tokens."""
     logits = _prefill(model, cache, tokens, mask, progress)
     alive = torch.ones(len(tokens), dtype=torch.bool, device=tokens.device)
-    for emitted in range(1, max_new_tokens + 1):
-        token = torch.where(alive, sampler(logits), pad)
-        yield token.unsqueeze(1)
+    for emitted in range(1, max_new_tokens + 1):  # a row that has ended is fed on, and what it gives is not kept
+        token = sampler(logits)
+        yield torch.where(alive, token, pad).unsqueeze(1)
         if len(ends):
             alive = alive.logical_and(torch.isin(token, ends).logical_not())
         if emitted == max_new_tokens or (len(ends) and not alive.any()):
@@ -139,10 +140,8 @@ def _prefill(
     return logits[:, -1]  # prompts are left-padded, so the last column is real in every row
 
 
-def _prompts(
-    ids: Prompts, attention_mask: Tensor | None, pad: int, device: torch.device
-) -> tuple[Tensor, Tensor | None]:
-    """Left-padded ids (batch, t) and their mask, or None where nothing is padded."""
+def _prompts(ids: Prompts, attention_mask: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """Left-padded ids (batch, t), 0 in the padding, and their mask, or None where nothing is padded."""
     if not isinstance(ids, Tensor):
         expect(
             attention_mask is None,
@@ -155,7 +154,7 @@ def _prompts(
             "Start an empty prompt with a token of your choice.",
         )
         width = max(lengths)
-        tokens = torch.tensor([[pad] * (width - len(row)) + list(row) for row in ids])
+        tokens = torch.tensor([[0] * (width - len(row)) + list(row) for row in ids])
         mask = torch.arange(width) >= width - torch.tensor(lengths).unsqueeze(1)
     else:
         expect_shape("generate", "ids", ids, ("batch", "t"), "Give one row a prompt.")
@@ -167,8 +166,21 @@ def _prompts(
             mask = attention_mask.to(ids.device) != 0
             tokens, mask = _left_padded(tokens, mask)
     expect_integers("generate", "ids", tokens)
-    tokens = tokens.long().to(device)
-    return tokens, None if bool(mask.all()) else mask.to(device)
+    tokens = tokens.long().masked_fill(~mask, 0)  # an id that the model does not have may stand in padding
+    return tokens.to(device), None if bool(mask.all()) else mask.to(device)
+
+
+def _expect_room(cache: ReplayStateCache, tokens: Tensor, mask: Tensor | None, max_new_tokens: int) -> None:
+    """Refuse what max_seqlen leaves no room for, before anything runs; the last new token is never fed."""
+    if cache.max_seqlen is None:
+        return
+    lengths = tokens.shape[1] if mask is None else mask.sum(1)
+    needed = int((cache.seqlen + lengths).max()) + max_new_tokens - 1
+    expect(
+        needed <= cache.max_seqlen,
+        f"generate: cache must have max_seqlen of at least {needed}, tokens committed + prompt + new tokens - 1; got "
+        f"{cache.max_seqlen}. Build a longer cache, or ask for fewer tokens.",
+    )
 
 
 def _left_padded(tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -114,16 +115,13 @@ def write_folder(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, 
     text = json.dumps(dict(config), indent=2) + "\n"
     weights = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
     folder.mkdir(parents=True, exist_ok=True)
-    partial = {name: folder / f".{name}.{os.getpid()}" for name in (WEIGHTS, CONFIG)}
-    try:
-        save_file(weights, partial[WEIGHTS], metadata={"format": "pt"})
-        partial[CONFIG].write_text(text, encoding="utf-8")
-        shutil.copymode(partial[CONFIG], partial[WEIGHTS])  # save_file lets nobody but the owner read
-        for name, path in partial.items():
-            path.replace(folder / name)
-    finally:
-        for path in partial.values():
-            path.unlink(missing_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".partial-", dir=folder) as partial:  # one for each of two writers
+        weights_path, config_path = Path(partial, WEIGHTS), Path(partial, CONFIG)
+        save_file(weights, weights_path, metadata={"format": "pt"})
+        config_path.write_text(text, encoding="utf-8")
+        shutil.copymode(config_path, weights_path)  # save_file lets nobody but the owner read
+        for path in (weights_path, config_path):
+            path.replace(folder / path.name)
 
 
 def _existing(where: str, folder: Path, name: str) -> Path:

@@ -1,5 +1,7 @@
 """From logits to a token: greedy, or drawn after temperature, top-k and top-p."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -18,7 +20,7 @@ class Sampler:
         device: of the logits.
 
     Raises:
-        ValueError: a temperature below 0, top_k below 1, top_p outside (0, 1].
+        ValueError: a temperature that is neither 0 nor at least 1e-5, top_k below 1, top_p outside (0, 1].
     """
 
     def __init__(
@@ -32,8 +34,8 @@ class Sampler:
         device: torch.device,
     ):
         expect(
-            temperature >= 0,
-            f"generate: temperature must be at least 0; got {temperature}. Use 0 for the most probable token.",
+            temperature == 0 or 1e-5 <= temperature < math.inf,
+            f"generate: temperature must be 0 or at least 1e-05; got {temperature}. Use 0 for the most probable token.",
         )
         for name, value in (("top_k", top_k), ("vocab_size", vocab_size)):
             if value is not None:
@@ -57,7 +59,8 @@ class Sampler:
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """(batch, vocab) -> the distribution that tokens are drawn from, same shape, fp32."""
-        logits = logits.float() / self.temperature
+        logits = logits.float()
+        logits = (logits - logits.amax(-1, keepdim=True)) / self.temperature  # the largest is 0: nothing overflows
         if self.top_k is not None and self.top_k < logits.shape[-1]:
             smallest_kept = logits.topk(self.top_k).values[:, -1:]
             logits = logits.masked_fill(logits < smallest_kept, -torch.inf)

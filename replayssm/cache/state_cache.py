@@ -62,27 +62,27 @@ class ReplayStateCache:
         window = _check_arguments(batch, window, step_tokens, max_seqlen, checkpoint, read_format, backend)
         modules = dict(_stateful_modules(model))
         on_device = torch.device(device) if device is not None else _device_of(model)
-        seeds = _seeds(seed, batch, on_device)
         self.batch = batch
         self._states: list[ModuleState] = []
         # found by order and never held: a deep copy of the cache serves the same model
         self._order: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
-        self.clock = Clock(batch, window, step_tokens, max_seqlen, on_device)
-        for name, module in modules.items():
-            state = module.alloc_state(
-                batch,
-                window=window,
-                step_tokens=step_tokens,
-                max_seqlen=max_seqlen,
-                checkpoint=checkpoint,
-                read_format=read_format,
-                device=device,
-            )
-            state.clock, state.name = self.clock, name
-            assert isinstance(module, nn.Module)
-            self._order[module] = len(self._states)
-            self._states.append(state)
-        self.seed = seeds
+        with torch.inference_mode(False):  # a cache made in inference mode may be used outside it
+            self.seed = _seeds(seed, batch, on_device)
+            self.clock = Clock(batch, window, step_tokens, max_seqlen, on_device)
+            for name, module in modules.items():
+                state = module.alloc_state(
+                    batch,
+                    window=window,
+                    step_tokens=step_tokens,
+                    max_seqlen=max_seqlen,
+                    checkpoint=checkpoint,
+                    read_format=read_format,
+                    device=device,
+                )
+                state.clock, state.name = self.clock, name
+                assert isinstance(module, nn.Module)
+                self._order[module] = len(self._states)
+                self._states.append(state)
 
     @property
     def seqlen(self) -> Tensor:
@@ -304,7 +304,11 @@ class ReplayStateCache:
         where, device = f"ReplayStateCache.{method}", self.seqlen.device
         if rows is None:
             return torch.arange(self.batch, device=device)
-        index = rows if isinstance(rows, Tensor) else torch.tensor([rows] if isinstance(rows, int) else list(rows))
+        index = (
+            rows
+            if isinstance(rows, Tensor)
+            else torch.tensor([rows] if isinstance(rows, int) else list(rows), device="cpu")
+        )
         if index.numel() == 0:
             return torch.zeros(0, dtype=torch.int64, device=device)
         expect_integers(where, name, index)

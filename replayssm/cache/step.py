@@ -40,10 +40,11 @@ class Step(Packing):
         self.t, self.rows, self.attention_mask = t, rows, attention_mask
         self.scan = t > clock.step_tokens
         batch, device = clock.batch, clock.seqlen.device
-        self.present = self._source = self.cache_rows = None
+        self.present = self._source = self.cache_rows = self.off = None
         if rows is not None:
-            self.cache_rows = rows.long().clamp(min=0)
-            slot = torch.where(rows < 0, batch, rows.long())  # rows that are off share a slot behind the last row
+            index = rows.long()
+            self.off, self.cache_rows = index < 0, index.clamp(min=0)
+            slot = torch.where(self.off, batch, index)  # rows that are off share a slot behind the last row
             self._source = slot.new_zeros(batch + 1).scatter(0, slot, torch.arange(len(rows), device=device))[:batch]
             self.present = torch.zeros(batch + 1, dtype=torch.bool, device=device).scatter(0, slot, True)[:batch]
         self.start = self._if_on(self.take(clock.seqlen))
@@ -70,7 +71,7 @@ class Step(Packing):
         return values if self._source is None else values.index_select(0, self._source)
 
     def _if_on(self, counts: Tensor) -> Tensor:
-        return counts if self.rows is None else torch.where(self.rows < 0, 0, counts)
+        return counts if self.off is None else torch.where(self.off, 0, counts)
 
 
 class Clock:
@@ -178,17 +179,15 @@ class Clock:
             expect_shape(where, "n", n, (len(step.length),), advice)
             if not readable(n):
                 return
-            counts = n
-            if step.rows is not None and readable(step.rows):
-                most = torch.where(step.rows < 0, 0, most)
+            counts = n.long()
         else:
             expect(
                 isinstance(n, int) and not isinstance(n, bool),
                 f"{where}: n must be None, an int or an integer tensor; got {n!r}. Pass the number of tokens to keep.",
             )
-            counts = torch.full((len(step.length),), n)
-            if step.rows is not None and readable(step.rows):
-                counts = torch.where(step.rows < 0, 0, counts)  # an int speaks of the rows that are on
+            counts = torch.full((len(step.length),), n, device="cpu")
+            if step.off is not None and readable(step.off):
+                counts = torch.where(step.off, 0, counts)  # an int speaks of the rows that are on
         most = most if readable(most) else torch.full_like(counts, step.t)
         expect(
             bool(((counts >= 0) & (counts <= most)).all()),
@@ -216,9 +215,10 @@ class Clock:
             expect_integers(where, "rows", rows)
             expect_device(where, "rows", rows, device)
             if readable(rows):
-                on = rows[rows >= 0]
+                index = rows.long()
+                on = index[index >= 0]
                 expect(
-                    bool((rows >= -1).all()) and bool((on < self.batch).all()) and len(on.unique()) == len(on),
+                    bool((index >= -1).all()) and bool((on < self.batch).all()) and len(on.unique()) == len(on),
                     f"{where}: rows must be -1 or distinct cache rows 0 .. {self.batch - 1}; got {rows.tolist()}. "
                     "Give each cache row at most once.",
                 )

@@ -171,8 +171,11 @@ class ReplayLayer(nn.Module):
 
     def _largest_parameter(self) -> Tensor:
         """Its dtype is the activations'; A_log and norm weights may be kept in a wider one."""
-        floating = [p for p in self.parameters() if p.is_floating_point()]
-        return max(floating, key=torch.Tensor.numel) if floating else torch.empty(0)
+        largest = torch.empty(0)
+        for parameter in self.parameters():
+            if parameter.is_floating_point() and parameter.numel() > largest.numel():
+                largest = parameter
+        return largest
 
     @property
     def _geometry(self) -> Geometry:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from replayssm.checks import expect, expect_choice
+from replayssm.checks import expect, expect_choice, expect_positive
 from replayssm.ops.chunked import compute_dtype
 
 
@@ -52,6 +52,7 @@ class GatedRMSNorm(nn.Module):
         dtype: torch.dtype | None = None,
     ):
         expect_choice("GatedRMSNorm", "activation", activation, ("silu", "sigmoid"))
+        expect_positive("GatedRMSNorm", dim=dim, groups=groups)
         expect(
             dim % groups == 0,
             f"GatedRMSNorm: dim must be a multiple of groups={groups}; got {dim}. Choose a number of groups that fits.",
