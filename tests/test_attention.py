@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from budgets import assert_e64, assert_same_bits, e64, rms
-from draws import DEVICE, draw, seeds
+from draws import DEVICE, draw, on_the_host, seeds
 from hybrids import poison_dead_kv
 from hypothesis import given
 from hypothesis import strategies as st
@@ -287,6 +287,7 @@ def test_full_attention_needs_max_seqlen():
         ReplayStateCache([build()], 2)
 
 
+@on_the_host
 @pytest.mark.parametrize("window", [None, 3])
 def test_more_tokens_than_max_seqlen_are_refused(window):
     layer = build(window=window)
@@ -299,6 +300,7 @@ def test_more_tokens_than_max_seqlen_are_refused(window):
     cache.commit()
 
 
+@on_the_host
 def test_bad_arguments_are_refused_and_change_nothing():
     layer = build(kv_heads=2)
     other = build(kv_heads=3)

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from budgets import assert_e64
-from draws import DEVICE, draw, seeds
+from draws import DEVICE, draw, on_the_host, seeds
 from geometries import G, K, M, R, decode_in_pieces, windows
 from hypothesis import given
 from hypothesis import strategies as st
@@ -31,6 +31,7 @@ def test_commit_advances_every_row_by_what_it_keeps(n, advance):
     cache.check()
 
 
+@on_the_host
 @pytest.mark.parametrize(
     "n",
     [
@@ -68,6 +69,7 @@ def test_a_scan_is_kept_whole(n):
     assert cache.seqlen.tolist() == cache.flushed.tolist() == [14, 14, 14]
 
 
+@on_the_host
 @pytest.mark.parametrize("n", [tensor(1, 2, 0), tensor(1, 1, 1)], ids=str)
 def test_a_count_is_limited_by_the_real_tokens_of_its_row(n):
     layer = M.build()
@@ -80,6 +82,7 @@ def test_a_count_is_limited_by_the_real_tokens_of_its_row(n):
     assert cache.seqlen.tolist() == [10, 9, 8]
 
 
+@on_the_host
 def test_a_row_that_is_off_keeps_nothing():
     layer = M.build()
     cache, x = running(layer)

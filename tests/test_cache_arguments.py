@@ -3,7 +3,7 @@
 import pytest
 import torch
 from budgets import assert_e64
-from draws import DEVICE, draw
+from draws import DEVICE, draw, on_the_host
 from geometries import CASES, G, M, R
 from refusals import assert_unchanged, refused, snapshot
 from running import running, step, tensor
@@ -114,6 +114,7 @@ def test_a_step_under_autograd_is_refused(geometry):
     assert all(not tensor.requires_grad for tensor in cache.tensors().values())
 
 
+@on_the_host
 @pytest.mark.parametrize(
     ("rows", "words"),
     [
@@ -143,6 +144,7 @@ def test_a_step_for_no_rows_is_refused():
         layer(x[:0], cache[0], rows=torch.zeros(0, dtype=torch.int64, device=DEVICE))
 
 
+@on_the_host
 @pytest.mark.parametrize(
     ("mask", "words"),
     [
@@ -163,6 +165,7 @@ def test_a_mask_that_cannot_be_is_refused(mask, words, step_tokens):
     step(cache, [layer], draw(1, 3, 4, 24))
 
 
+@on_the_host
 def test_more_tokens_than_max_seqlen_are_refused():
     layer = M.build()
     cache, x = running(layer, max_seqlen=9)

@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 from budgets import assert_e64, assert_same_bits
-from draws import DEVICE, draw
+from draws import DEVICE, draw, on_the_host
 from geometries import CASES, G, K, M, R
 from refusals import assert_unchanged, refused, snapshot
 from running import running, step, tensor
@@ -61,6 +61,7 @@ def test_copy_rows_reads_every_source_before_it_writes():
         assert_same_bits(value, before[name][[1, 0, 2]], name)
 
 
+@on_the_host
 @pytest.mark.parametrize(
     ("src", "dst", "words"),
     [
@@ -79,6 +80,7 @@ def test_rows_that_cannot_be_copied_are_refused(src, dst, words):
         cache.copy_rows(src, dst)
 
 
+@on_the_host
 @pytest.mark.parametrize(
     ("index", "words"),
     [
@@ -95,6 +97,7 @@ def test_an_order_that_cannot_be_is_refused(index, words):
         cache.reorder(index)
 
 
+@on_the_host
 @pytest.mark.parametrize("method", ["reset", "flush"])
 @pytest.mark.parametrize("rows", [3, -1, [0, 5], tensor(0.0), tensor([0])], ids=str)
 def test_rows_outside_the_cache_are_refused(method, rows):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from budgets import assert_e64, assert_same_bits
-from draws import DEVICE
+from draws import DEVICE, on_the_host
 from geometries import CASES
 from hypothesis import given
 from hypothesis import strategies as st
@@ -100,6 +100,7 @@ def test_rc04_what_stands_at_masked_places_changes_nothing(geometry):
     assert_e64(outputs[0][1], exact[1], "its neighbour")
 
 
+@on_the_host
 @every_layer
 @pytest.mark.parametrize("step_tokens", [1, 5], ids=["scan", "step"])
 def test_rc04_padding_between_tokens_is_refused(geometry, step_tokens):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from draws import DEVICE, draw
+from draws import DEVICE, draw, on_the_host
 from hybrids import ALL, build, config, token_ids
 from refusals import refused
 from torch import Tensor, nn
@@ -163,6 +163,7 @@ def test_equal_probabilities_at_the_edge_of_top_p_keep_the_smallest_set():
     assert sorted(probabilities[0].tolist()) == [0.0, 0.0, 0.5, 0.5]
 
 
+@on_the_host
 @pytest.mark.parametrize(
     ("ids", "options", "words"),
     [

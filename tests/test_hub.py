@@ -9,6 +9,7 @@ import pytest
 import safetensors
 import torch
 from budgets import assert_same_bits
+from draws import DEVICE
 from hybrids import ALL, MAMBA2, MLP, build, config, token_ids
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from replayssm import hub
 from replayssm.models import ByteTokenizer, HybridLM, from_pretrained
 
+pytestmark = pytest.mark.skipif(DEVICE.type != "cpu", reason="about files; models load to the CPU")
 KEPT = ("A_log", "dt_bias", "D")
 
 

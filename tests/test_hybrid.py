@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from budgets import assert_e64, assert_same_bits
-from draws import DEVICE
+from draws import DEVICE, on_the_host
 from hybrids import (
     ALL,
     ATTENTION,
@@ -257,6 +257,7 @@ def test_a_step_under_gradients_is_refused_before_any_module_is_called():
     feed(model, cache, ids, [3])
 
 
+@on_the_host
 def test_bad_calls_are_refused_and_change_nothing():
     model, ids = build(config(*ALL)), token_ids(2, 3)
     cache = ReplayStateCache(model, 2, max_seqlen=20)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from budgets import assert_e32, assert_e64, assert_gradient, assert_same_bits, e32
-from draws import draw, seeds
+from draws import draw, same_bits_everywhere, seeds
 from hypothesis import given
 from hypothesis import strategies as st
 from oracles import rec, token_loop
@@ -160,6 +160,7 @@ def test_gradients_of_scan_equal_those_of_the_token_loop(recurrence, size):
         assert_gradient(got, exact, name)
 
 
+@same_bits_everywhere
 @every_recurrence
 @given(size=sizes(20), rotation=st.integers(1, 2), row=st.integers(0, 2))
 def test_a_row_does_not_depend_on_its_batch(recurrence, size, rotation, row):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from budgets import assert_e32, assert_e64, assert_same_bits, e32
-from draws import DEVICE, draw, seeds
+from draws import DEVICE, draw, same_bits_everywhere, seeds
 from geometries import CASES, R, decode_in_pieces, geometries, windows
 from hypothesis import given
 from hypothesis import strategies as st
@@ -98,6 +98,7 @@ def test_a_row_that_is_off_is_neither_read_nor_written(geometry, window, sizes, 
         assert_e64(layer(x[dead : dead + 1, :2], cache[0], rows=only), exact[dead : dead + 1, :2], "after reset")
 
 
+@same_bits_everywhere
 @pytest.mark.parametrize("kind", PASSTHROUGH, ids=lambda kind: kind.__name__)
 @given(program=programs(reject=True, flush=True), seed=seeds, order=st.permutations(range(BATCH)))
 def test_permuting_the_batch_permutes_the_outputs_bit_for_bit(kind, program, seed, order):
