@@ -353,3 +353,11 @@ def test_bad_arguments_are_refused_and_change_nothing():
 def test_impossible_attention_is_refused(arguments, word):
     with refused(ValueError, word):
         build(**arguments)
+
+
+def test_a_state_of_another_dtype_is_refused():
+    layer = build(2)
+    cache = ReplayStateCache([layer], 2, max_seqlen=8)
+    layer.float()
+    with refused(ValueError, "Attention.forward", "state must", "float64", cache=cache):
+        layer(torch.zeros(2, 1, D_MODEL, device=DEVICE), cache.state_of(layer))

@@ -223,3 +223,15 @@ def test_an_empty_selection_of_rows_does_nothing():
         cache.reset(nothing)
         cache.copy_rows(nothing, nothing)
     assert_unchanged(cache, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.uint16, torch.int64])
+def test_rows_of_any_integer_dtype_name_the_same_rows(dtype):
+    layer, batch = R.build(), 300
+    cache = ReplayStateCache([layer], batch)
+    rows = torch.tensor([100, 0, 7], device=DEVICE).to(dtype)
+    x = draw(1, 3, 1, 24)
+    with torch.no_grad():
+        layer(x, cache[0], rows=rows)
+    cache.commit(torch.tensor([1, 0, 1], device=DEVICE).to(dtype))
+    assert cache.seqlen.nonzero().squeeze(1).tolist() == [7, 100]

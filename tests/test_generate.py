@@ -1,5 +1,7 @@
 """generate: the same text as without a cache, whatever the window, the padding and the cut of the prompt; sampling."""
 
+import itertools
+
 import pytest
 import torch
 from draws import DEVICE, draw, on_the_host
@@ -53,7 +55,7 @@ def test_a_long_prompt_is_read_in_pieces_and_reports_its_progress(monkeypatch):
     tokens = generate(model, PROMPTS, max_new_tokens=8, progress=lambda *done: seen.append(done))
     assert torch.equal(tokens, expected)
     done = [0, *(tokens for tokens, _ in seen)]
-    assert all(0 < later - earlier <= 4 for earlier, later in zip(done, done[1:], strict=False))
+    assert all(0 < later - earlier <= 4 for earlier, later in itertools.pairwise(done))
     assert seen[-1] == (9, 9)
 
 
@@ -213,3 +215,50 @@ def test_a_cache_of_another_batch_is_refused():
 def test_drafters_are_refused_until_they_exist():
     with refused(NotImplementedError, "drafter"):
         replayssm.generate(Constant(draw(1, 5)), [[1]], max_new_tokens=1, drafter="prompt_lookup")
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_room_for_all_new_tokens_is_asked_for_before_the_prompt_runs(cached):
+    model = build(config(*ALL))
+    cache = ReplayStateCache(model, 3, max_seqlen=12)  # the longest prompt has 9 tokens
+    if cached:
+        generate(model, PROMPTS, max_new_tokens=2, cache=cache)  # leaves 10 tokens committed
+    count = 2 if cached else 4
+    assert generate(model, [[1]] * 3 if cached else PROMPTS, max_new_tokens=count, cache=cache).shape == (3, count)
+    with refused(ValueError, "max_seqlen", "at least 13", "got 12", cache=cache):
+        generate(model, [[1]] * 3, max_new_tokens=1, cache=cache)
+
+
+def test_a_pad_that_is_no_token_stands_in_the_result_alone():
+    model = build(config(*ALL))
+    whole = generate(model, PROMPTS, max_new_tokens=8)
+    end = int(whole[0, 2])
+    tokens = generate(model, PROMPTS, max_new_tokens=8, eos=end, pad=-100)
+    expected = whole.clone()
+    for row in expected:
+        found = (row == end).nonzero()
+        if len(found):
+            row[int(found[0]) + 1 :] = -100
+    assert torch.equal(tokens, expected[:, : tokens.shape[1]])
+    ids, mask = torch.tensor([[-100, 3, 4]], device=DEVICE), torch.tensor([[0, 1, 1]], device=DEVICE)
+    assert torch.equal(
+        generate(model, ids, attention_mask=mask, max_new_tokens=4), generate(model, [[3, 4]], max_new_tokens=4)
+    )
+
+
+def test_a_temperature_too_small_to_divide_by_is_refused_and_a_small_one_is_greedy():
+    model = build(config(*ALL))
+    with refused(ValueError, "temperature must", "1e-40"):
+        generate(model, PROMPTS, max_new_tokens=2, temperature=1e-40)
+    sampled = generate(model, PROMPTS, max_new_tokens=6, temperature=1e-5, seed=0)
+    assert torch.equal(sampled, generate(model, PROMPTS, max_new_tokens=6))
+
+
+def test_a_cache_made_in_inference_mode_serves_outside_it():
+    model = build(config(*ALL))
+    with torch.inference_mode():
+        cache = ReplayStateCache(model, 3, max_seqlen=40)
+    expected = generate(model, PROMPTS, max_new_tokens=6)
+    assert torch.equal(generate(model, PROMPTS, max_new_tokens=6, cache=cache), expected)
+    cache.reset()
+    assert torch.equal(generate(model, PROMPTS, max_new_tokens=6, cache=cache), expected)

@@ -3,6 +3,7 @@
 import json
 import pickle
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -314,3 +315,20 @@ def test_ids_that_are_no_bytes_are_refused():
                 call(ids)
     with refused(ValueError, "text", "bytes"):
         ByteTokenizer().encode(b"bytes")
+
+
+def test_integers_in_the_place_of_weights_are_refused(folder):
+    tensors = load_file(folder / hub.WEIGHTS)
+    key = next(key for key in tensors if key.endswith("in_proj.weight"))
+    change_weights(folder, **{key: torch.ones_like(tensors[key], dtype=torch.int32)})
+    with refused(ValueError, key, "int32"):
+        HybridLM.from_pretrained(folder)
+
+
+def test_two_writers_leave_a_whole_model(tmp_path):
+    models = [build(config(*ALL), seed=seed) for seed in (0, 1)]
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda i: models[i % 2].save_pretrained(tmp_path), range(8)))
+    assert sorted(path.name for path in tmp_path.iterdir()) == [hub.CONFIG, hub.WEIGHTS]
+    loaded = HybridLM.from_pretrained(tmp_path).state_dict()
+    assert any(all(torch.equal(loaded[k], v) for k, v in model.state_dict().items()) for model in models)

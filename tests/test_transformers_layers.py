@@ -14,9 +14,7 @@ from draws import DEVICE
 from geometries import Geometry, decode_in_pieces
 from torch import Tensor, nn
 
-pytestmark = pytest.mark.skipif(
-    DEVICE.type != "cpu", reason="on a GPU transformers runs other kernels than its reference"
-)
+pytestmark = pytest.mark.skipif(DEVICE.type != "cpu", reason="transformers has other kernels on a GPU")
 LENGTH = 70  # two chunks and a rest, at the chunk size below
 CHUNK = 32
 

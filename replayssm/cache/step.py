@@ -149,7 +149,7 @@ class Clock:
         assert step is not None
         kept = step.row_length
         if n is not None:
-            asked = step.put(n) if isinstance(n, Tensor) else torch.full_like(kept, n)
+            asked = step.put(n.long()) if isinstance(n, Tensor) else torch.full_like(kept, n)
             asked = asked if step.present is None else torch.where(step.present, asked, 0)
             kept = asked.clamp(min=0).minimum(step.row_length)
             self.errors[_KEPT].logical_or_((kept != asked).any())
