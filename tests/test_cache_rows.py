@@ -215,6 +215,22 @@ def test_a_step_writes_the_slots_of_its_real_tokens_and_no_others(geometry):
             assert_same_bits(value, before[name], name)
 
 
+@every_layer
+@pytest.mark.parametrize("t", [1, 3, 7], ids=["step", "flush", "scan"])
+@pytest.mark.parametrize("on", [0, 1, 2])
+def test_a_row_that_is_off_keeps_every_bit_pending_records_too(geometry, on, t):
+    """Its own records would not fit beside the tokens that the others are given."""
+    layer = geometry.build()
+    cache, before = ragged(layer), snapshot(ragged(layer))
+    off = [row for row in range(3) if row != on]
+    assert (cache.seqlen - cache.flushed)[off].max() > 0
+    step(cache, [layer], draw(50, 2, t, 24), rows=tensor(-1, on))
+    cache.commit()
+    for name, value in snapshot(cache).items():
+        assert_same_bits(value[off], before[name][off], name)
+    assert cache.seqlen[on] == before["seqlen"][on] + t
+
+
 def test_an_empty_selection_of_rows_does_nothing():
     cache = ragged(M.build())
     before = snapshot(cache)
