@@ -74,7 +74,8 @@ class HybridLM(nn.Module):
         self.config = copy.deepcopy(config)
         dtype = DTYPES[config["dtype"]] if dtype is None and "dtype" in config else dtype
         d_model, eps = config["d_model"], config["norm_eps"]
-        self.embed = nn.Embedding(config["vocab_size"], d_model, device=device, dtype=dtype)
+        weight = torch.empty(config["vocab_size"], d_model, device=device, dtype=dtype)
+        self.embed = nn.Embedding(config["vocab_size"], d_model, _weight=weight)
         self.layers = nn.ModuleList()
         for i, entry in enumerate(config["layers"]):
             arguments = {key: value for key, value in entry.items() if key != "type"}
@@ -93,9 +94,11 @@ class HybridLM(nn.Module):
         Each mixer initialises itself. What it adds to the residual stream starts smaller the more blocks there are.
         """
         self._tie()
-        nn.init.normal_(self.embed.weight, std=0.02)
-        if not self.config["tie_embeddings"]:
-            nn.init.normal_(self.lm_head.weight, std=0.02)
+        for weight in (
+            [self.embed.weight] if self.config["tie_embeddings"] else [self.embed.weight, self.lm_head.weight]
+        ):
+            if not weight.is_meta:  # nothing to draw there; torch would import its compiler for the shapes
+                nn.init.normal_(weight, std=0.02)
         self.norm.reset_parameters()
         for block in self._blocks():
             block.reset_parameters()

@@ -101,7 +101,7 @@ class Constant(nn.Module):
 
     def __init__(self, logits: Tensor):
         super().__init__()
-        self.logits = logits
+        self.logits = nn.Parameter(logits, requires_grad=False)  # tells generate the device
 
     def forward(
         self,

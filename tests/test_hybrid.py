@@ -398,7 +398,7 @@ def test_a_model_built_on_meta_and_materialised_equals_one_built_in_place(tied):
 
 
 def test_a_tied_head_stays_tied_through_a_training_step():
-    model, ids = HybridLM(config(*ALL, tie_embeddings=True)), token_ids(4, 12)
+    model, ids = HybridLM(config(*ALL, tie_embeddings=True), device=DEVICE), token_ids(4, 12)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
     for _ in range(8):

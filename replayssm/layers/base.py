@@ -173,7 +173,7 @@ class ReplayLayer(nn.Module):
         """Its dtype is the activations'; A_log and norm weights may be kept in a wider one."""
         largest = torch.empty(0)
         for parameter in self.parameters():
-            if parameter.is_floating_point() and parameter.numel() > largest.numel():
+            if parameter.is_floating_point() and parameter.numel() >= largest.numel():
                 largest = parameter
         return largest
 

@@ -28,11 +28,13 @@ def reset_decay(A_log: nn.Parameter, dt_bias: nn.Parameter) -> None:
 
     Marks both as not to be decayed by an optimiser.
     """
+    no_weight_decay(A_log, dt_bias)
+    if A_log.is_meta:
+        return  # nothing to draw; torch would import its compiler, and with it triton, to work out the shapes
     A_log.copy_(torch.empty_like(A_log, dtype=torch.float32).uniform_(*A_RANGE).log_())
     low, high = (math.log(dt) for dt in DT_RANGE)
     dt = torch.empty_like(dt_bias, dtype=torch.float32).uniform_(low, high).exp_()
     dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))
-    no_weight_decay(A_log, dt_bias)
 
 
 def no_weight_decay(*parameters: nn.Parameter) -> None:
