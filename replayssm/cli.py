@@ -21,7 +21,7 @@ from replayssm.plan import conventional_traffic, replay_traffic, state_bytes
 
 BOUNDARY = 0  # byte-level models are trained on texts with a zero byte between them: it opens the prompt, and ends
 SMALL = 2**25  # parameters; a decode step of a smaller model is too little work to share between CPU threads
-SLACK = 1.5  # replay may be as wrong as conventional decoding in the same dtype, times this; as in the tests
+SLACK = 1.5  # replay may be as wrong as conventional decoding in the same dtype, times this
 
 
 def main(argv: Sequence[str] | None = None) -> int:

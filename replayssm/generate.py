@@ -73,7 +73,8 @@ def generate(
     if vocab_size is None:
         vocab_size = _configured_vocab_size(model)
     sampler = Sampler(temperature, top_k=top_k, top_p=top_p, seed=seed, vocab_size=vocab_size, device=device)
-    ends = torch.tensor([] if eos is None else [eos] if isinstance(eos, int) else list(eos), device=device)
+    ends = _ends(eos, device)
+    expect(isinstance(pad, int), f"generate: pad must be an int; got {pad!r}. Give the id that fills ended rows.")
     if cache is None:
         cache = ReplayStateCache(
             model,
@@ -168,6 +169,16 @@ def _prompts(ids: Prompts, attention_mask: Tensor | None, device: torch.device) 
     expect_integers("generate", "ids", tokens)
     tokens = tokens.long().masked_fill(~mask, 0)  # an id that the model does not have may stand in padding
     return tokens.to(device), None if bool(mask.all()) else mask.to(device)
+
+
+def _ends(eos: int | Sequence[int] | None, device: torch.device) -> Tensor:
+    """The ids that end a row, (n,) int64."""
+    ids = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+    expect(
+        all(isinstance(end, int) and not isinstance(end, bool) for end in ids),
+        f"generate: eos must be an int, a sequence of ints or None; got {eos!r}. Use the ids of the tokenizer.",
+    )
+    return torch.tensor(ids, dtype=torch.int64, device=device)
 
 
 def _expect_room(cache: ReplayStateCache, tokens: Tensor, mask: Tensor | None, max_new_tokens: int) -> None:

@@ -125,6 +125,7 @@ def test_a_step_under_autograd_is_refused(geometry):
         (tensor(True, False, True), ["rows must", "bool"]),
         (tensor(0, 1), ["x must", "(2, t, 24)", "(3, "]),
         (tensor([0, 1, 2]), ["rows must", "(1, 3)"]),
+        (tensor(0, 1, 2).to("meta"), ["rows must be on", "got meta"]),
     ],
     ids=str,
 )

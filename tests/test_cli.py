@@ -4,6 +4,7 @@ import io
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -222,3 +223,19 @@ def test_a_reader_that_leaves_early_is_no_error(folder: str) -> None:
     running.stdout.close()
     assert running.stderr.read() == b""
     assert running.wait() == 0
+
+
+def test_the_text_is_shown_as_it_comes(
+    folder: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[str] = []
+
+    def slowly(*args: object, **options: object) -> Iterator[torch.Tensor]:
+        assert options["stream"] is True
+        for letter in b"xyz":
+            yield torch.tensor([[letter]])
+            shown.append(capsys.readouterr().out)  # what the reader has when the next token is not there yet
+
+    monkeypatch.setattr(cli, "generate", slowly)
+    assert cli.main(["generate", "ab", "--model", folder, "--max-new-tokens", "3"]) == 0
+    assert shown == ["abx", "y", "z"]

@@ -130,8 +130,9 @@ def test_forward_is_final():
         (lambda x: x[0], ["x must be", "(5, 24)"]),
         (lambda x: x[:, :0], ["x must"]),
         (lambda x: x.float(), ["x must", "torch.float32", "torch.float64"]),
+        (lambda x: x.to("meta"), ["x must be on", "got meta"]),
     ],
-    ids=["features", "axes", "no tokens", "dtype"],
+    ids=["features", "axes", "no tokens", "dtype", "device"],
 )
 @pytest.mark.parametrize("with_state", [False, True], ids=["training", "cached"])
 @pytest.mark.parametrize("geometry", CASES, ids=repr)

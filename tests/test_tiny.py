@@ -57,6 +57,8 @@ def test_readme_speaks_of_these_weights(tiny, figures):
     assert digest in figures["model.safetensors"]
     assert figures["Parameters"] == f"{sum(p.numel() for p in tiny[0].parameters()):,}"
     assert float(figures["Held-out bits per byte"]) < float(figures["`xz -9` bits per byte"])
+    far = [float(bits) for bits in figures["Bits per byte at 64K to 128K"].split(", ")]
+    assert max(far) <= 1.1 * float(figures["Bits per byte at 1K to 2K"])
 
 
 def test_every_kind_of_layer_is_in_it_with_real_state_sizes(tiny):
@@ -83,6 +85,9 @@ def test_bits_per_byte_of_every_fifth_held_out_module_are_below_xz(tiny, figures
     assert model_bits < evaluate_tiny.xz_bits_per_byte(evaluate_tiny.join(some))
     if hashlib.sha256(stream).hexdigest() in figures["Held-out stream"]:
         assert model_bits == pytest.approx(float(figures["Held-out bits per byte, every fifth"]), abs=1e-3)
+        for name, text in (("", stream), (", every fifth", evaluate_tiny.join(some))):
+            page = float(figures["`xz -9` bits per byte" + name])
+            assert evaluate_tiny.xz_bits_per_byte(text) == pytest.approx(page, abs=1e-2)  # versions of xz differ
 
 
 @pytest.mark.nightly

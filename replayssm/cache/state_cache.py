@@ -267,11 +267,13 @@ class ReplayStateCache:
         checkpoint: str = "fp32",
         read_format: str | None = None,
         backend: str = "auto",
+        seed: int | Tensor = 0,
+        device: torch.device | str | None = None,
     ) -> dict[str, int]:
         """Bytes that a cache would hold, by part as in ``nbytes_by_part`` and in "total"; allocates nothing.
 
         Args:
-            model: a module, a list of layers, or the config of a ``HybridLM``. The rest as for the cache.
+            model: a module, a list of layers, or a ``HybridLM``'s config. Seed and device do not change the size.
         """
         if isinstance(model, Mapping):
             from replayssm.models import HybridLM  # a config names layers, which only the models know
@@ -287,6 +289,7 @@ class ReplayStateCache:
             checkpoint=checkpoint,
             read_format=read_format,
             backend=backend,
+            seed=seed,
             device="meta",
         )
         return cache.nbytes_by_part | {"total": cache.nbytes}
@@ -394,4 +397,4 @@ def _seeds(seed: int | Tensor, count: int, device: torch.device) -> Tensor:
         isinstance(seed, int) and not isinstance(seed, bool),
         f"ReplayStateCache: seed must be an int or an int tensor; got {seed!r}. Give one seed a row, or an int.",
     )
-    return torch.arange(count, device=device) + seed
+    return torch.arange(seed, seed + count, device=device)
