@@ -4,7 +4,7 @@ import pytest
 import torch
 from budgets import assert_e32, assert_e64, assert_gradient, assert_same_bits, e32
 from draws import draw, same_bits_everywhere, seeds
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from oracles import rec, token_loop
 from records import GATES, KEYS, make_records, to, tokens_of
@@ -65,10 +65,10 @@ def assert_result(y, last, q, records, state, recurrence):
     if y.dtype == torch.float64:
         assert_e64(y, newest)
         assert_e64(last, states[:, -1], "state")
-    else:
+    else:  # the last token of a run may err more than the average one, in plain fp32 as well
         plain, plain_states = loop(q, records, state, recurrence, torch.float32)
-        assert_e32(y, newest, e32(plain, exact))
-        assert_e32(last, states[:, -1], e32(plain_states, states), "state")
+        assert_e32(y, newest, max(e32(plain, exact), e32(plain[:, -y.shape[1] :], newest)))
+        assert_e32(last, states[:, -1], max(e32(plain_states, states), e32(plain_states[:, -1], states[:, -1])), "state")
 
 
 def test_the_batched_token_loop_is_the_loop_of_one_head():
@@ -161,7 +161,11 @@ def test_gradients_of_scan_equal_those_of_the_token_loop(recurrence, size):
 
 
 @same_bits_everywhere
+ONE_HEAD = {"t": 9, "heads": (1, 1), "headdim": 5, "d_state": 7, "gate": "random", "keys": "random", "seed": 0}
+
+
 @every_recurrence
+@example(size=ONE_HEAD, rotation=1, row=0)  # a batch of one head broadcasts where a larger one copies
 @given(size=sizes(20), rotation=st.integers(1, 2), row=st.integers(0, 2))
 def test_a_row_does_not_depend_on_its_batch(recurrence, size, rotation, row):
     """Bit for bit the same at another place and alone."""
