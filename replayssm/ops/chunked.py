@@ -174,7 +174,9 @@ def _channel_grams(xs: tuple[Tensor, ...], k: Tensor, g: Tensor) -> list[Tensor]
         (_, x_late), (k_early, _), (g_early, g_late) = (
             field.unflatten(-2, (-1, 2, block)).unbind(-3) for field in (x, k, g)
         )
-        corner = (x_late * g_late.cumsum(-2).exp()) @ (k_early * _sum_after(g_early).exp()).mT
+        keys = (k_early * _sum_after(g_early).exp()).mT
+        # not one broadcast product: for a batch of one head it would sum in another order
+        corner = torch.stack([late @ keys for late in x_late * g_late.cumsum(-2).exp()])
         early, late = gram.unflatten(-3, (-1, 2)).unbind(-3)
         gram = torch.cat([torch.cat([early, torch.zeros_like(corner)], -1), torch.cat([corner, late], -1)], -2)
         block *= 2
