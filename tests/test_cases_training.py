@@ -86,10 +86,16 @@ def test_rc38_gradcheck(geometry):
     assert torch.autograd.gradcheck(layer, geometry.input(1, 5).requires_grad_())
 
 
+@pytest.mark.parametrize("at_the_limits", [False, True], ids=["ordinary", "limits"])
 @every_layer
-def test_rc38_bf16_training_is_as_exact_as_plain_bf16_training(geometry):
+def test_rc38_bf16_training_is_as_exact_as_plain_bf16_training(geometry, at_the_limits):
     """fp32 parameters under bf16 autocast, against the token loop in the same setting."""
     layer, x = geometry.build(torch.float32), geometry.input(1, 257, dtype=torch.float32)
+    if at_the_limits:
+        x = 30 * x
+        with torch.no_grad():
+            layer.dt_bias.fill_(20.0)
+            layer.A_log.copy_(torch.linspace(0, math.log(16), layer.nheads))
     weight = draw(8, *x.shape)
     runs = {
         "exact": (lambda: geometry.trace(layer, x.double()).output, torch.float64, False),
