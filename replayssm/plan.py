@@ -1,12 +1,16 @@
 """The traffic of decoding, counted rather than measured: bytes of state and records that a step cannot avoid moving.
 
 Conventional decoding reads and writes the whole state for every token. Replay reads it for every token, writes it once
-a window, and reads the records of the window so far instead.
+a window, and reads the records of the window so far instead. ``conventional_traffic`` and ``replay_traffic`` count
+state and records alone; ``conventional_step`` and ``replay_step`` count all that kernels move for one layer, and
+``predicted_us`` makes a time of that.
 """
 
+import re
 from typing import NamedTuple
 
 from replayssm import ReplayStateCache
+from replayssm.cache.auto_window import LayerBytes
 
 
 class StateBytes(NamedTuple):
@@ -48,3 +52,88 @@ def replay_traffic(sizes: StateBytes, window: int) -> Traffic:
         read=sizes.state + sizes.record * (period + 1) // 2,
         written=sizes.state // period + sizes.record,
     )
+
+
+def conventional_step(layer: LayerBytes, step_tokens: int = 1) -> Traffic:
+    """Bytes of one layer, sequence and step without records: inputs and outputs, and the state out for every token.
+
+    A step of several tokens leaves a state behind each of them, to which rejected drafts go back.
+    """
+    return Traffic(
+        read=layer.state + step_tokens * (layer.q + layer.record),
+        written=step_tokens * (layer.state + layer.y),
+    )
+
+
+def replay_step(layer: LayerBytes, window: int, step_tokens: int = 1) -> Traffic:
+    """Bytes of one layer, sequence and step of the kernels, averaged over a window; every token is kept.
+
+    The steps of a window find T, 2 T, ... records, T = ``step_tokens``. The last of them reads what it finds as
+    records and folds it; the others read live records, which for delta rules hold u in place of v and beta.
+    """
+    steps = max(window // step_tokens, 1)
+    live = step_tokens * steps * (steps - 1) // 2  # records, summed over the steps that do not flush
+    new = step_tokens * (layer.q + layer.record)
+    return Traffic(
+        read=layer.state + live * layer.live_record // steps + step_tokens * layer.record + new,
+        written=layer.state // steps + step_tokens * (layer.record + layer.u + layer.y),
+    )
+
+
+class Gpu(NamedTuple):
+    """What the model knows of a GPU: bandwidth as a streaming sum reads it, memory as the driver shows it."""
+
+    name: str
+    memory_gib: int
+    datasheet_tb_s: float
+    measured_tb_s: float | None = None
+
+    @property
+    def read_tb_s(self) -> float:
+        """The ceiling of reads: measured, else the datasheet's bandwidth times ``OF_DATASHEET``."""
+        return self.measured_tb_s or self.datasheet_tb_s * OF_DATASHEET
+
+
+OF_DATASHEET = 4.64 / 4.8  # of the H200, the one GPU whose ceiling was measured
+GPUS = (
+    Gpu("H200", 139, 4.8, measured_tb_s=4.64),
+    Gpu("H100", 79, 3.35),
+    Gpu("B200", 178, 8.0),
+    Gpu("A100 80GB", 79, 2.04),
+    Gpu("MI300X", 191, 5.3),
+    Gpu("L40S", 44, 0.864),
+    Gpu("RTX 4090", 23, 1.008),
+)
+# Shares of the ceiling, and the fixed cost of a layer's step. From an H200, where tuned conventional steps move 3.77 to
+# 4.09 TB/s at batch 256 and a kernel that only reads 4.2 to 4.3, and one row from memory takes 4.2 to 5.1 us.
+READING, WRITING, LAUNCH_US = 0.92, 0.80, 3.0
+SURE_BATCH = 32  # rows from which times are held against measurements; below, latency that is not modelled shows
+USABLE = 0.9  # of a GPU's memory: the rest is for activations, kernels and fragments
+
+
+def find_gpu(where: str, name: str) -> Gpu:
+    """The GPU of this name; case, spaces, dashes and the maker do not matter ("NVIDIA H200").
+
+    Raises:
+        ValueError: it is not in the table; the text lists those that are.
+    """
+    for gpu in GPUS:
+        if _plain(gpu.name) == _plain(name):
+            return gpu
+    raise ValueError(
+        f"{where}: gpu must be one of {', '.join(gpu.name for gpu in GPUS)}; got {name!r}. Take one of about the same "
+        "bandwidth, or add yours to GPUS in replayssm/plan.py."
+    )
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"^(nvidia|amd)|[\s_-]", "", name.casefold())
+
+
+def predicted_us(traffic: Traffic, batch: int, gpu: Gpu) -> float:
+    """Microseconds of one layer's step of ``batch`` rows that each move ``traffic``, with the state in memory.
+
+    Within a quarter of measured times from ``SURE_BATCH`` rows on. One row takes up to a third longer than this.
+    """
+    per_us = gpu.read_tb_s * 1e6  # bytes
+    return LAUNCH_US + batch * (traffic.read / (READING * per_us) + traffic.written / (WRITING * per_us))

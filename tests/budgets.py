@@ -11,6 +11,7 @@ REL64 = 1e-12
 SLACK_GRADIENT = 10.0  # a gradient collects the rounding of both directions, over longer sums
 SLACK32 = 8.0
 STOCK_FLOOR = 1e-6  # transformers computes in fp32 inside, whatever the dtype of its weights
+TRAFFIC_MODEL = 0.25  # of a measured time: clocks, kernels and machines differ by as much
 
 
 def worst(x: Tensor) -> float:
@@ -71,3 +72,9 @@ def assert_near_stock(got: Tensor, stock: Tensor, what: str = "output") -> None:
     """Agreement with a third party's code that rounds to fp32 inside."""
     error, allowed = worst(got.double() - stock.double()), STOCK_FLOOR * max(1.0, rms(stock))
     assert error <= allowed, f"{what}: differs from transformers by {error:.2e}, allowed {allowed:.2e}"
+
+
+def assert_predicted(predicted: float, measured: float, what: str) -> None:
+    """A time from the traffic model, against one that was taken."""
+    allowed = TRAFFIC_MODEL * measured
+    assert abs(predicted - measured) <= allowed, f"{what}: predicted {predicted:.1f}, measured {measured:.1f}"
