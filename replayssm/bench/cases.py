@@ -1,0 +1,129 @@
+"""What the bench measures: a geometry a row, the bytes each must move, and what others published."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from replayssm.ops.records import Records, Recurrence
+
+BATCHES = (1, 8, 32, 128, 256, 512)
+FP32 = 4  # bytes: states, g, beta, u and outputs
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layer of a published model; nheads, headdim, d_state, ngroups as everywhere."""
+
+    layer: str
+    geometry: str
+    nheads: int
+    headdim: int
+    d_state: int
+    ngroups: int
+    recurrence: Recurrence
+
+    @property
+    def state_bytes(self) -> int:
+        """Of the fp32 state of one sequence."""
+        return FP32 * self.nheads * self.headdim * self.d_state
+
+    def record_bytes(self, dtype: torch.dtype) -> int:
+        """Of one token's k, v (activations in ``dtype``), g and beta (fp32)."""
+        return self._k_bytes(dtype) + self._v_bytes(dtype) + self._g_bytes() + FP32 * self.nheads
+
+    def conventional_bytes(self, batch: int, dtype: torch.dtype) -> int:
+        """What a conventional step of ``batch`` sequences must move: state in and out, inputs in, outputs out."""
+        return batch * (2 * self.state_bytes + self._call_bytes(dtype))
+
+    def replay_bytes(self, batch: int, window: int, dtype: torch.dtype) -> int:
+        """What a step by replay must move, averaged over a window of ``window`` >= 1 steps, for ``batch`` sequences.
+
+        The steps of a window find 1 .. window records. All but the last read what outputs need of them: k, g, and u
+        (delta rules) or v and beta. The last reads whole records and writes the state.
+        """
+        written = self.record_bytes(dtype)
+        if self.recurrence.delta:
+            u = FP32 * self.nheads * self.headdim
+            written += u
+            read = self._k_bytes(dtype) + self._g_bytes() + u
+        else:
+            read = self.record_bytes(dtype)
+        ring = read * (window - 1) / 2 + self.record_bytes(dtype) + written
+        return round(batch * (self.state_bytes * (1 + 1 / window) + ring + self._call_bytes(dtype)))
+
+    def draw(
+        self, batch: int, t: int, *, dtype: torch.dtype, device: torch.device | str, seed: int
+    ) -> tuple[Tensor, Records]:
+        """Random read keys (batch, t, ngroups, d_state) and records of t tokens, in the range of trained layers.
+
+        Args:
+            dtype: of q, k and v; g and beta are fp32.
+        """
+        generator = torch.Generator(device).manual_seed(seed)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(batch, t, *shape, generator=generator, device=device)
+
+        q, k = normal(self.ngroups, self.d_state), normal(self.ngroups, self.d_state)
+        v = normal(self.nheads, self.headdim)
+        if self.recurrence.delta:
+            q, k = F.normalize(q, dim=-1) * self.d_state**-0.5, F.normalize(k, dim=-1)
+            beta = normal(self.nheads).sigmoid()
+            g = -F.softplus(normal(self.nheads, self.recurrence.decay_width(self.d_state)) - 3)
+        else:
+            beta = F.softplus(normal(self.nheads) - 4)
+            rate = torch.linspace(1, 16, self.nheads, device=device)
+            g = -(beta * rate).unsqueeze(-1)
+        return q.to(dtype), Records(k.to(dtype), v.to(dtype), g, beta)
+
+    def _k_bytes(self, dtype: torch.dtype) -> int:
+        return dtype.itemsize * self.ngroups * self.d_state
+
+    def _v_bytes(self, dtype: torch.dtype) -> int:
+        return dtype.itemsize * self.nheads * self.headdim
+
+    def _g_bytes(self) -> int:
+        return FP32 * self.nheads * self.recurrence.decay_width(self.d_state)
+
+    def _call_bytes(self, dtype: torch.dtype) -> int:
+        """Of a token's q and record, read, and its outputs, written."""
+        return self._k_bytes(dtype) + self.record_bytes(dtype) + FP32 * self.nheads * self.headdim
+
+
+CASES = (
+    Case("mamba2", "nemotron-3-super", 128, 64, 128, 8, Recurrence(decay="head", delta=False)),
+    Case("gdn", "qwen3.5-4b", 32, 128, 128, 16, Recurrence(decay="head", delta=True)),
+    Case("kda", "kimi-linear", 32, 128, 128, 32, Recurrence(decay="channel", delta=True)),
+)
+
+
+class Published(NamedTuple):
+    """The best public kernels for one case and batch, each at the best of its launch configurations."""
+
+    conventional_us: float
+    speedup: float | None  # of the best public replay kernel over it; None where no fp32 one was found
+
+
+# layer -> batch; fp32 state, window 16. Measured on one H200 with torch 2.11, triton 3.6; batch 1 with the state from
+# memory. Mamba-2: an engine's Triton step, and FlashInfer's ReplaySSM kernel. GDN: FlashInfer's step, and the ReplaySSM
+# authors' kernel. KDA: the step of flash-linear-attention.
+PUBLISHED = {
+    "mamba2": {
+        1: Published(5.1, 0.98),
+        32: Published(72.6, 1.62),
+        128: Published(280.9, 1.76),
+        256: Published(557.7, 1.80),
+        512: Published(1109.0, 1.82),
+    },
+    "gdn": {
+        1: Published(4.2, None),
+        32: Published(35.9, 1.23),
+        128: Published(133.1, 1.54),
+        256: Published(262.2, 1.60),
+        512: Published(519.4, 1.62),
+    },
+    "kda": {32: Published(43.7, None), 256: Published(301.8, None)},
+}

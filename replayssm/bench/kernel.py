@@ -1,0 +1,209 @@
+"""Time decode steps by replay beside a tuned conventional step on this machine's GPU; without one, count bytes."""
+
+import argparse
+import datetime
+import json
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from replayssm.bench import report, timing
+from replayssm.bench.cases import BATCHES, CASES, Case
+from replayssm.bench.progress import Progress
+from replayssm.bench.sequences import Kernels
+from replayssm.plan import StateBytes, conventional_traffic, replay_traffic
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+STAGES = ("tuning the conventional step", "checking", "timing")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``replayssm bench kernel``."""
+    layers, geometries = [case.layer for case in CASES], [case.geometry for case in CASES]
+    parser.add_argument("--layer", nargs="+", choices=layers, default=layers, help="default: all")
+    parser.add_argument("--geometry", nargs="+", choices=geometries, default=geometries, help="default: all")
+    parser.add_argument(
+        "--batch", nargs="+", type=int, default=list(BATCHES), help=f"default: {' '.join(map(str, BATCHES))}"
+    )
+    parser.add_argument("--window", type=int, default=16, help="tokens (default 16); window 0 is timed beside it")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of q, k and v; states are fp32")
+    parser.add_argument("--out", type=Path, help="the JSON file; default: one named after the GPU, in bench/results/")
+    parser.add_argument("--commit", help="what was measured, where the source is not a git checkout")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Check, time, print a table and write the JSON.
+
+    Returns:
+        The exit status: 0, or 1 if a case failed its correctness gate; such a case is neither timed nor written.
+    """
+    _check_options(options)
+    cases = [each for each in CASES if each.layer in options.layer and each.geometry in options.geometry]
+    if not cases:
+        raise ValueError(
+            f"bench kernel: --layer and --geometry must name one case at least; got {' '.join(options.layer)} and "
+            f"{' '.join(options.geometry)}. Leave one of the two out."
+        )
+    if not torch.cuda.is_available():
+        print(traffic_table(cases, options.batch, options.window, DTYPES[options.dtype]))
+        print("\nThis is the traffic model (replayssm/plan.py). Nothing was timed: torch finds no GPU here.")
+        return 0
+    return _measure(cases, options)
+
+
+def traffic_table(cases: Sequence[Case], batches: Sequence[int], window: int, dtype: torch.dtype) -> str:
+    """Megabytes of states and records that a step moves, as a table."""
+    rows = []
+    for case in cases:
+        sizes = StateBytes(case.state_bytes, case.record_bytes(dtype))
+        conventional, replay = sum(conventional_traffic(sizes)), sum(replay_traffic(sizes, window))
+        for batch in batches:
+            moved = [f"{batch * each / 1e6:,.1f}" for each in (conventional, replay)]
+            rows.append([case.layer, case.geometry, str(batch), *moved, f"{conventional / replay:.2f}"])
+    header = ["layer", "geometry", "batch", "conventional (MB)", f"replay, window {window} (MB)", "ratio"]
+    return report.markdown(header, rows)
+
+
+def measure_case(
+    case: Case,
+    batch: int,
+    *,
+    window: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    kernels: Kernels,
+    ceiling: float,
+    progress: Progress,
+) -> dict[str, Any] | None:
+    """Tune, check and time one case: an entry of "runs", or None if the gate did not pass.
+
+    Args:
+        ceiling: TB/s that this GPU reads.
+    """
+    from replayssm.bench import arms, gate, tune  # these need triton
+
+    label = f"{case.layer} batch {batch}"
+    states = [gate.random_state(case, batch, device) for _ in range(timing.copies(batch * case.state_bytes))]
+    progress.stage(f"{label}: {STAGES[0]}")
+    config = tune.tune(case, states, dtype=dtype)
+    progress.stage(f"{label}: {STAGES[1]}")
+    step = tune.step_with(config, case)
+    verdict = gate.check(case, batch, window, dtype=dtype, device=device, kernels=kernels, step=step)
+    if not verdict.passed:
+        progress.part(f"{label}: NOT TIMED, results are wrong: {verdict}")
+        return None
+    progress.stage(f"{label}: {STAGES[2]}")
+    times = arms.time_arms(case, states, step, window=window, dtype=dtype, kernels=kernels)
+    conventional_us, replay_us = times["conventional"].median_us, times["replay"].median_us
+    nonflush_us, flush_us = times["nonflush"].median_us, times["flush"].median_us
+    bytes_replay = case.replay_bytes(batch, window, dtype)
+    speedup = conventional_us / replay_us
+    progress.part(f"{label}: conventional {conventional_us:.1f} us, replay {replay_us:.1f} us, {speedup:.2f}x")
+    return dict(
+        layer=case.layer,
+        geometry=case.geometry,
+        nheads=case.nheads,
+        headdim=case.headdim,
+        d_state=case.d_state,
+        ngroups=case.ngroups,
+        window=window,
+        dtype=str(dtype).removeprefix("torch."),
+        batch=batch,
+        conventional_us=conventional_us,
+        conventional_config=str(config),
+        conventional_tb_s=2 * batch * case.state_bytes / conventional_us / 1e6,  # of the state alone
+        replay_us=replay_us,
+        replay_spread_us=times["replay"].spread_us,
+        conventional_spread_us=times["conventional"].spread_us,
+        nonflush_us=nonflush_us,
+        flush_us=flush_us,
+        aligned_us=(nonflush_us * (window - 1) + flush_us) / window,
+        window0_us=times["window0"].median_us,
+        bytes_conventional=case.conventional_bytes(batch, dtype),
+        bytes_replay=bytes_replay,
+        percent_of_ceiling=100 * bytes_replay / replay_us / 1e6 / ceiling,
+        speedup=speedup,
+        gate=verdict._asdict(),
+    )
+
+
+def _check_options(options: argparse.Namespace) -> None:
+    if not 2 <= options.window <= 64:
+        raise ValueError(
+            f"bench kernel: --window must be 2 to 64 tokens; got {options.window}. "
+            "Window 0 is timed beside every other one."
+        )
+    if min(options.batch) < 1:
+        raise ValueError(f"bench kernel: --batch must be at least 1; got {min(options.batch)}. Give other sizes.")
+
+
+def _measure(cases: Sequence[Case], options: argparse.Namespace) -> int:
+    from replayssm.bench.ceiling import read_ceiling  # these need triton
+    from replayssm.ops import triton_decode
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    progress = Progress(1 + len(cases) * len(options.batch), len(STAGES))
+    progress.stage("how fast this GPU reads")
+    ceiling = read_ceiling(device)
+    progress.part(f"read ceiling: {ceiling:.2f} TB/s")
+    document = _about(options, device) | {"read_ceiling_tb_s": ceiling, "runs": []}
+    wanted = [(case, batch) for case in cases for batch in options.batch]
+    for case, batch in wanted:
+        entry = measure_case(
+            case,
+            batch,
+            window=options.window,
+            dtype=DTYPES[options.dtype],
+            device=device,
+            kernels=triton_decode,
+            ceiling=ceiling,
+            progress=progress,
+        )
+        if entry is not None:
+            document["runs"].append(entry)
+    path = options.out or report.RESULTS / f"kernel_{_slug(document['gpu'])}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    print(report.table(document))
+    print(f"\n{report.conditions(document)}\n\n{report.losses(document)}\n\nWritten: {path}")
+    failed = len(wanted) - len(document["runs"])
+    if failed:
+        print(f"{failed} of {len(wanted)} cases gave wrong results and are left out.", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _about(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    """What was run, when, and on what."""
+    import triton
+
+    named = f"--layer {' '.join(options.layer)} --geometry {' '.join(options.geometry)}"
+    sizes = f"--batch {' '.join(map(str, options.batch))} --window {options.window} --dtype {options.dtype}"
+    return dict(
+        command=f"replayssm bench kernel {named} {sizes}",
+        date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        commit=options.commit or _said("git", "-C", str(Path(__file__).parent), "rev-parse", "--short=12", "HEAD"),
+        gpu=torch.cuda.get_device_name(device),
+        driver=_said("nvidia-smi", f"--id={device.index}", "--query-gpu=driver_version", "--format=csv,noheader"),
+        torch=torch.__version__,
+        triton=triton.__version__,
+        python=platform.python_version(),
+    )
+
+
+def _said(program: str, *arguments: str) -> str:
+    """The output of a program; "unknown" where it is missing or fails."""
+    if shutil.which(program) is None:
+        return "unknown"
+    done = subprocess.run([program, *arguments], capture_output=True, text=True)
+    return done.stdout.strip() if done.returncode == 0 else "unknown"
+
+
+def _slug(name: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
