@@ -9,12 +9,14 @@ import sys
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from replayssm import ReplayStateCache, generate
+from replayssm import ReplayStateCache, cli_plan, generate
+from replayssm.arguments import count, window
+from replayssm.bench import command as bench
 from replayssm.models import ByteTokenizer, HybridLM, from_pretrained
 from replayssm.models.hybrid import DTYPES
 from replayssm.plan import conventional_traffic, replay_traffic, state_bytes
@@ -31,11 +33,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status: 0, 1 if ``--compare`` found a difference that rounding does not explain, 2 for bad input.
     """
     options = _parser().parse_args(argv)
+    run = {"generate": _generate, "plan": cli_plan.run, "bench": bench.run}
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a model writes characters that not every terminal has
     try:
-        return _generate(options)
+        return run[options.command](options)
     except BrokenPipeError:  # the reader has seen enough; the exit must not try to write the rest
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -54,10 +57,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument("prompt", nargs="?", default="-", help="the text; - or nothing reads it from standard input")
     command.add_argument("--model", default="tiny", help="folder of a model, or tiny, the bundled one (default)")
-    command.add_argument("--max-new-tokens", type=_count, default=200, help="tokens to write (default 200)")
+    command.add_argument("--max-new-tokens", type=count, default=200, help="tokens to write (default 200)")
     command.add_argument(
         "--window",
-        type=_window,
+        type=window,
         default=16,
         help='most tokens between two writes of the state (default 16); 0 writes it at every step; "auto" chooses',
     )
@@ -72,20 +75,9 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="decode with window 0 as well, in float32, and compare; exit 1 if rounding does not explain a difference",
     )
+    cli_plan.add_parser(commands)
+    bench.add_parser(commands)
     return parser
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1; got {text!r}")
-    return int(text)
-
-
-def _window(text: str) -> int | Literal["auto"]:
-    try:
-        return "auto" if text == "auto" else int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f'must be a number of tokens or "auto"; got {text!r}') from None
 
 
 def _generate(options: argparse.Namespace) -> int:

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from replayssm import ReplayStateCache, cli, generate
+from replayssm.bench.cases import CASES
 from replayssm.generate import PREFILL_PIECE
 from replayssm.models import ByteTokenizer, HybridLM, from_pretrained
-from replayssm.plan import conventional_traffic, replay_traffic, state_bytes
+from replayssm.plan import USABLE, conventional_traffic, replay_traffic, state_bytes
 
 PROMPT = "def f(x):"
 CONFIG = {
@@ -239,3 +240,120 @@ def test_the_text_is_shown_as_it_comes(
     monkeypatch.setattr(cli, "generate", slowly)
     assert cli.main(["generate", "ab", "--model", folder, "--max-new-tokens", "3"]) == 0
     assert shown == ["abx", "y", "z"]
+
+
+def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert cli.main(["plan", *arguments]) == 0
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    return printed.out
+
+
+def figures(text: str, name: str) -> list[float]:
+    """The numbers of the one line of a plan that begins with ``name``."""
+    (line,) = re.findall(rf"^ *{name} +([\d,. ]+)$", text, re.MULTILINE)
+    return [float(figure.replace(",", "")) for figure in line.split()]
+
+
+@pytest.mark.parametrize(("batch", "drafts"), [(1, 0), (3, 4)])
+def test_plan_shows_the_bytes_that_a_cache_of_the_model_holds(
+    folder: str, capsys: pytest.CaptureFixture[str], batch: int, drafts: int
+) -> None:
+    text = planned(capsys, "--model", folder, "--batch", str(batch), "--window", "6", "--drafts", str(drafts))
+    model, _ = from_pretrained(folder)
+    cache = ReplayStateCache(model, batch, window=6, step_tokens=1 + drafts)
+    shown = {name: figures(text, name)[0] for name in cache.nbytes_by_part}
+    assert shown == {name: nbytes // batch for name, nbytes in cache.nbytes_by_part.items()}
+    assert figures(text, "u") == [2 * 4 * 2 * 8 * cache.clock.slots]  # of the two layers with a delta rule, fp32
+    assert figures(text, "total") == [sum(shown.values()) + figures(text, "u")[0]]
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    assert figures(text, "weights") == [weights]
+    fit = (int(139 * 2**30 * USABLE) - weights) // int(figures(text, "total")[0])
+    assert f"{fit:,} sequences fit into 90% of 139 GiB\n" in text
+
+
+@pytest.mark.parametrize("name", [case.geometry for case in CASES])
+def test_plan_predicts_for_each_geometry_of_the_bench_that_replay_moves_less_and_takes_less_time(
+    capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    text = planned(capsys, "--model", name, "--batch", "256", "--window", "16", "--gpu", "H200")
+    (case,) = [case for case in CASES if case.geometry == name]
+    conventional, replay, ratio = figures(text, "bytes")
+    assert conventional == case.conventional_bytes(256, torch.bfloat16)
+    assert replay == case.replay_bytes(256, 16, torch.bfloat16)
+    assert ratio == round(conventional / replay, 2) > 1.5
+    before, after, ratio = figures(text, "time, us")
+    assert ratio == pytest.approx(before / after, abs=0.01)
+    assert ratio > 1.5
+    assert figures(text, "checkpoint") == [case.state_bytes]
+    assert "Below batch" not in text
+
+
+def test_plan_fits_fewer_sequences_on_a_smaller_gpu_and_says_when_the_batch_is_too_large(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    fitting = []
+    for gpu in ("H200", "L40S", "RTX 4090"):
+        text = planned(capsys, "--model", "qwen3.5-4b", "--batch", "10000", "--window", "16", "--gpu", gpu)
+        (fit,) = re.findall(r"^([\d,]+) sequences fit", text, re.MULTILINE)
+        fitting.append(int(fit.replace(",", "")))
+        assert ("not this batch" in text) == (fitting[-1] < 10000)
+    assert fitting == sorted(fitting, reverse=True)
+    assert fitting[-1] < 10000 < fitting[0]
+
+
+def test_plan_chooses_the_window_of_the_kernels_and_says_that_small_batches_are_not_sure(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    alone = planned(capsys, "--model", "nemotron-3-super")
+    assert "batch 1, window 0," in alone
+    assert "Below batch 32" in alone
+    assert "batch 256, window 20," in planned(capsys, "--model", "nemotron-3-super", "--batch", "256")
+    assert "batch 1, window 20, tokens a step 4," in planned(capsys, "--model", "nemotron-3-super", "--drafts", "3")
+
+
+def test_plan_counts_full_attention_up_to_the_length_that_is_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    full = {"type": "attention", "nheads": 2, "headdim": 8}
+    HybridLM(CONFIG | {"layers": [*CONFIG["layers"], full]}).save_pretrained(tmp_path)
+    assert cli.main(["plan", "--model", str(tmp_path)]) == 2
+    assert "max_seqlen must be" in capsys.readouterr().err
+    short, long = (planned(capsys, "--model", str(tmp_path), "--max-seqlen", length) for length in ("100", "300"))
+    assert figures(long, "kv")[0] - figures(short, "kv")[0] == 200 * 2 * 2 * 8 * 4  # k and v, fp32
+
+
+def test_plan_of_a_model_without_a_recurrent_layer_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    layers = [entry for entry in CONFIG["layers"] if entry["type"] in ("attention", "mlp")]
+    HybridLM(CONFIG | {"layers": layers}).save_pretrained(tmp_path)
+    text = planned(capsys, "--model", str(tmp_path))
+    assert "nothing to replay" in text
+    assert "time, us" not in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--gpu", "abacus"], ["gpu must be one of H200", "got 'abacus'"]),
+        (["--model", "no/such/folder"], ["model must be", "qwen3.5-4b", "got 'no/such/folder'"]),
+        (["--window", "2", "--drafts", "3"], ["window must be", "step_tokens=4"]),
+        (["--checkpoint", "fp3"], ["checkpoint must be one of 'fp32'", "got 'fp3'"]),
+        (["--read-format", "fp3"], ["read_format must be one of None", "got 'fp3'"]),
+    ],
+)
+def test_plan_refuses_in_one_line_what_the_library_or_the_table_does_not_know(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], words: list[str]
+) -> None:
+    assert cli.main(["plan", *arguments]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert re.fullmatch(r"replayssm plan: .+; got .+\. .+\n", printed.err)
+    assert all(word in printed.err for word in words)
+
+
+def test_bench_is_a_command_and_times_nothing_without_a_gpu(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert cli.main(["bench", "kernel"]) == 0
+    assert "nothing was timed" in " ".join(capsys.readouterr().out.lower().split())

@@ -1,10 +1,78 @@
-"""The traffic model against the schedule that a cache really follows."""
+"""The traffic model against the schedule that a cache really follows, and its times against measured ones."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from budgets import assert_predicted
 
-from replayssm import ReplayGatedDeltaNet, ReplayKDA, ReplayMamba2, ReplayStateCache
-from replayssm.plan import StateBytes, Traffic, conventional_traffic, replay_traffic, state_bytes
+from replayssm import ReplayGatedDeltaNet, ReplayKDA, ReplayLayer, ReplayMamba2, ReplayStateCache, plan
+from replayssm.bench.cases import CASES, Case
+from replayssm.cache.auto_window import LayerBytes, choose
+from replayssm.plan import (
+    GPUS,
+    SURE_BATCH,
+    StateBytes,
+    Traffic,
+    conventional_step,
+    conventional_traffic,
+    find_gpu,
+    predicted_us,
+    replay_step,
+    replay_traffic,
+    state_bytes,
+)
+
+RESULTS = sorted(Path(plan.__file__).parent.glob("bench/results/kernel_*.json"))
+MAMBA2, GDN, KDA = map(vars, CASES)
+# Public kernels on an H200, window 16, bf16 activations and fp32 state: batch, tokens a step (all kept), us a step
+CONVENTIONAL = [
+    (MAMBA2, 32, 1, 72.6),
+    (MAMBA2, 128, 1, 280.9),
+    (MAMBA2, 256, 1, 557.7),
+    (MAMBA2, 512, 1, 1109.0),
+    (MAMBA2, 256, 4, 1504.0),
+    (MAMBA2, 256, 8, 2783.0),
+    (GDN, 32, 1, 35.9),
+    (GDN, 128, 1, 133.1),
+    (GDN, 256, 1, 262.2),
+    (GDN, 512, 1, 519.4),
+    (GDN, 256, 4, 730.0),
+    (GDN, 256, 8, 1323.0),
+    (KDA, 32, 1, 43.7),
+    (KDA, 256, 1, 301.8),
+]
+REPLAY = [
+    (MAMBA2, 32, 1, 44.7),
+    (MAMBA2, 128, 1, 159.5),
+    (MAMBA2, 256, 1, 309.5),
+    (MAMBA2, 512, 1, 609.5),
+    (MAMBA2, 256, 4, 362.0),
+    (MAMBA2, 256, 8, 470.0),
+    (GDN, 128, 1, 86.7),
+    (GDN, 256, 1, 164.3),
+    (GDN, 512, 1, 320.8),
+    (GDN, 256, 4, 241.0),
+]
+
+
+def sizes_of(layer: ReplayLayer) -> LayerBytes:
+    return LayerBytes.of(ReplayStateCache(layer, 1, window=0)[0])
+
+
+def sizes_of_run(run: dict[str, Any]) -> LayerBytes:
+    """The sizes of a line of results, or of a table above, on meta."""
+    case = SimpleNamespace(**run)
+    options: dict[str, Any] = {"device": "meta", "dtype": getattr(torch, run.get("dtype", "bfloat16"))}
+    sizes = 24, case.nheads, case.headdim
+    if case.layer == "mamba2":
+        return sizes_of(ReplayMamba2(*sizes, case.d_state, ngroups=case.ngroups, **options))
+    if case.layer == "gdn":
+        return sizes_of(ReplayGatedDeltaNet(*sizes, case.d_state, ngroups=case.ngroups, **options))
+    return sizes_of(ReplayKDA(*sizes, d_state=case.d_state, **options))
 
 
 @pytest.mark.parametrize("window", [0, 1, 2, 5, 16])
@@ -48,3 +116,101 @@ def test_a_published_mamba2_geometry_moves_1_8_times_less() -> None:
     sizes = state_bytes(ReplayStateCache(layer, 1, device="meta"))
     ratio = sum(conventional_traffic(sizes)) / sum(replay_traffic(sizes, 16))
     assert ratio == pytest.approx(1.80, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("window", "step_tokens"), [(0, 1), (1, 1), (2, 1), (5, 1), (16, 1), (0, 3), (3, 3), (5, 3), (16, 3)]
+)
+@pytest.mark.parametrize("kind", ["mamba2", "gdn", "kda"])
+def test_step_bytes_are_what_kernels_move_on_the_schedule_of_a_cache(kind: str, window: int, step_tokens: int) -> None:
+    layer: ReplayLayer = {
+        "mamba2": ReplayMamba2(16, nheads=4, headdim=3, d_state=8, ngroups=2),
+        "gdn": ReplayGatedDeltaNet(16, nheads=4, headdim=3, d_state=8, ngroups=2),
+        "kda": ReplayKDA(16, nheads=4, headdim=3, d_state=8),
+    }[kind]
+    groups, decays = {"mamba2": (2, 1), "gdn": (2, 1), "kda": (4, 8)}[kind]
+    state, k, v, g, beta = 4 * 4 * 3 * 8, 4 * groups * 8, 4 * 4 * 3, 4 * 4 * decays, 4 * 4
+    u = 0 if kind == "mamba2" else v
+    raw = k + v + g + beta
+    cache = ReplayStateCache(layer, 1, window=window, step_tokens=step_tokens)
+    steps = max(window // step_tokens, 1)
+    read = written = 0
+    with torch.no_grad():
+        for step in range(steps + 1):
+            pending, before = int(cache.seqlen - cache.flushed), int(cache.flushed)
+            layer(torch.randn(1, step_tokens, 16), cache[0])
+            cache.commit()
+            if step == 0:  # finds no record
+                continue
+            flushed = int(cache.flushed) > before
+            read += state + pending * (raw if flushed or kind == "mamba2" else k + g + u)
+            read += step_tokens * (k + raw)  # q is as large as k
+            written += step_tokens * (raw + u + v) + state * flushed  # y is as large as v
+    assert replay_step(sizes_of(layer), window, step_tokens) == Traffic(read // steps, written // steps)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.layer)
+def test_the_bench_counts_the_same_bytes(case: Case) -> None:
+    sizes = sizes_of_run(vars(case))
+    assert case.conventional_bytes(3, torch.bfloat16) == 3 * sum(conventional_step(sizes))
+    for window in (1, 8, 16, 32):
+        assert case.replay_bytes(3, window, torch.bfloat16) == 3 * sum(replay_step(sizes, window))
+
+
+def test_a_conventional_step_writes_a_state_for_every_token_it_may_go_back_to() -> None:
+    sizes = sizes_of(ReplayGatedDeltaNet(16, nheads=4, headdim=3, d_state=8, ngroups=2))
+    one, four = conventional_step(sizes), conventional_step(sizes, 4)
+    assert four.written == 4 * one.written == 4 * (4 * 4 * 3 * 8 + 4 * 4 * 3)
+    assert four.read - one.read == 3 * 4 * (2 * 8 + 2 * 8 + 4 * 3 + 4 + 4)
+
+
+@pytest.mark.parametrize(("case", "batch", "step_tokens", "us"), CONVENTIONAL)
+def test_published_conventional_times_are_predicted(
+    case: dict[str, Any], batch: int, step_tokens: int, us: float
+) -> None:
+    traffic = conventional_step(sizes_of_run(case), step_tokens)
+    assert_predicted(predicted_us(traffic, batch, find_gpu("test", "H200")), us, f"{case['layer']} at {batch}")
+
+
+@pytest.mark.parametrize(("case", "batch", "step_tokens", "us"), REPLAY)
+def test_published_replay_times_are_predicted(case: dict[str, Any], batch: int, step_tokens: int, us: float) -> None:
+    traffic = replay_step(sizes_of_run(case), 16, step_tokens)
+    assert_predicted(predicted_us(traffic, batch, find_gpu("test", "H200")), us, f"{case['layer']} at {batch}")
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_every_committed_run_is_predicted(path: Path) -> None:
+    """A run on a GPU that is not in the table fails here too: add it to ``GPUS``."""
+    results = json.loads(path.read_text(encoding="utf-8"))
+    gpu = find_gpu(path.name, results["gpu"])
+    runs = [run for run in results["runs"] if run["batch"] >= SURE_BATCH]
+    assert runs
+    for run in runs:
+        sizes, batch = sizes_of_run(run), run["batch"]
+        what = f"{path.name}: {run['geometry']} at {batch}"
+        conventional = predicted_us(conventional_step(sizes), batch, gpu)
+        assert_predicted(conventional, run["conventional_us"], f"{what}, conventional")
+        assert_predicted(predicted_us(replay_step(sizes, run["window"]), batch, gpu), run["replay_us"], what)
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_the_automatic_choice_between_window_0_and_replay_is_the_faster_one_of_every_committed_run(path: Path) -> None:
+    for run in json.loads(path.read_text(encoding="utf-8"))["runs"]:
+        replays = choose("triton", run["batch"], 1, [sizes_of_run(run)]) > 0
+        taken, other = (run["replay_us"], run["window0_us"])[:: 1 if replays else -1]
+        if taken > other:  # where the two are equal but for noise, either is right
+            assert_predicted(taken, other, f"{path.name}: {run['geometry']} at {run['batch']}, automatic")
+
+
+def test_a_gpu_is_found_by_any_spelling_and_an_unknown_one_is_refused_with_the_list() -> None:
+    for name in ("H200", "h200", "NVIDIA H200", "nvidia-h200"):
+        assert find_gpu("plan", name).read_tb_s == 4.64
+    assert find_gpu("plan", "rtx-4090").name == "RTX 4090"
+    with pytest.raises(ValueError, match=r"plan: gpu must be one of H200, .*MI300X.*; got 'H20'\. ") as refused:
+        find_gpu("plan", "H20")
+    assert all(gpu.name in str(refused.value) for gpu in GPUS)
+
+
+def test_only_the_measured_gpu_reads_at_a_measured_ceiling() -> None:
+    assert [gpu.name for gpu in GPUS if gpu.measured_tb_s] == ["H200"]
+    assert all(0.9 * gpu.datasheet_tb_s < gpu.read_tb_s < gpu.datasheet_tb_s for gpu in GPUS)
