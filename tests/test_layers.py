@@ -193,5 +193,5 @@ def test_an_impossible_layer_is_refused(kind, options, words):
 
 
 def test_an_unknown_scan_backend_is_refused():
-    with refused(NotImplementedError, "scan_backend", "torch"):
-        M.but(scan_backend="fla").build()
+    with refused(NotImplementedError, "scan_backend", "'auto', 'torch', 'fla'", "cuda"):
+        M.but(scan_backend="cuda").build()

@@ -11,6 +11,7 @@ from replayssm.cache.step import Clock, ModuleState
 from replayssm.checks import expect_exists, readable
 from replayssm.ops import chunked
 from replayssm.ops.records import Records, Recurrence
+from replayssm.ops.scan import Backend, scan
 
 
 def check_formats(where: str, checkpoint: str, read_format: str | None) -> None:
@@ -129,21 +130,24 @@ class LayerState(ModuleState):
         live = self._window(step.cache_rows, count, step.start + step.t, first_live, step.length)
         return chunked.replay(q, live, step.take(self._checkpoint), self.geometry.recurrence)
 
-    def scan(self, q: Tensor, records: Records) -> Tensor:
+    def scan(self, q: Tensor, records: Records, backend: Backend = "auto") -> Tensor:
         """Outputs of a step of any length; the final state becomes the checkpoint.
 
         Args:
             q: (rows of the call, t, ngroups, d_state), packed.
             records: of the new tokens, packed.
+            backend: the layer's ``scan_backend``.
 
         Returns:
-            (rows of the call, t, nheads, headdim), fp32 or fp64; arbitrary at positions that are not real.
+            (rows of the call, t, nheads, headdim), fp32 or fp64, or from fla in the dtype of v; arbitrary at positions
+            that are not real.
         Cost: one state read and one written for each row, one more written for rows with pending records.
         """
         step = self.called()
         self.fold(step.flushing)
         records = Records(*(masked(field, step.valid) for field in records))
-        y, final = chunked.scan(q, records, step.take(self._checkpoint), self.geometry.recurrence)
+        checkpoint = step.take(self._checkpoint)
+        y, final = scan(self.where, q, records, checkpoint, self.geometry.recurrence, backend)
         final = step.put(final)
         if step.present is not None:
             final = torch.where(step.present[:, None, None, None], final, self._checkpoint)

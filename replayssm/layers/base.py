@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from replayssm.cache.layer_state import Geometry, LayerState
 from replayssm.cache.packing import Packing, masked
 from replayssm.checks import expect, expect_device, expect_exists, expect_positive, expect_shape, refuse_grad
-from replayssm.ops import chunked
 from replayssm.ops.records import Records, Recurrence
+from replayssm.ops.scan import BACKENDS, Backend, Call, choose, expect_fla, scan
 
 
 class Placement(TypedDict):
@@ -33,10 +33,12 @@ class ReplayLayer(nn.Module):
         d_model: features of ``x``; None does not check them.
         conv_channels: channels of the short convolution, 0 without one.
         d_conv: its width in tokens.
-        scan_backend: "auto" or "torch".
+        scan_backend: what runs whole sequences, in training and in prefill: "torch", "fla" (flash-linear-attention, on
+            a GPU) or "auto" (fla where it can take a call); see ``ops/scan.py``.
 
     Raises:
         ValueError: a size below 1, or nheads is not a multiple of ngroups.
+        ImportError: scan_backend is "fla" and it is not installed.
     """
 
     recurrence: ClassVar[Recurrence]
@@ -51,7 +53,7 @@ class ReplayLayer(nn.Module):
         d_model: int | None = None,
         conv_channels: int = 0,
         d_conv: int = 1,
-        scan_backend: Literal["auto", "torch"] = "auto",
+        scan_backend: Backend = "auto",
     ):
         name = type(self).__name__
         expect_positive(name, nheads=nheads, headdim=headdim, d_state=d_state, ngroups=ngroups, d_conv=d_conv)
@@ -59,10 +61,13 @@ class ReplayLayer(nn.Module):
             nheads % ngroups == 0,
             f"{name}: nheads must be a multiple of ngroups={ngroups}; got {nheads}. Every group serves as many heads.",
         )
-        expect_exists(name, "scan_backend", scan_backend, ("auto", "torch"))
+        expect_exists(name, "scan_backend", scan_backend, BACKENDS)
+        if scan_backend == "fla":
+            expect_fla(name)
         super().__init__()
         self.nheads, self.headdim, self.d_state, self.ngroups = nheads, headdim, d_state, ngroups
-        self.d_model, self.conv_channels, self.d_conv, self.scan_backend = d_model, conv_channels, d_conv, scan_backend
+        self.d_model, self.conv_channels, self.d_conv = d_model, conv_channels, d_conv
+        self.scan_backend: Backend = scan_backend
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -83,7 +88,11 @@ class ReplayLayer(nn.Module):
         raise NotImplementedError(f"{type(self).__name__}: project must be written by the subclass.")
 
     def emit(self, y: Tensor, extra: Any) -> Tensor:
-        """(batch, t, nheads, headdim) in fp32 or fp64, and the extra of ``project`` -> (batch, t, d_model)."""
+        """(batch, t, nheads, headdim) and the extra of ``project`` -> (batch, t, d_model).
+
+        y is fp32 or fp64; from a scan through fla it is in the dtype of v, in which the kernels store it: widen it
+        before sums.
+        """
         raise NotImplementedError(f"{type(self).__name__}: emit must be written by the subclass.")
 
     def limit(self, records: Records) -> Records:
@@ -123,14 +132,14 @@ class ReplayLayer(nn.Module):
         refuse_grad(f"{type(self).__name__}.forward", self, x)
         step = state.open_step(x.shape[1], rows, attention_mask, parents)
         q, records, extra = self.project(step.pack(x), state if self.conv_channels else None, step.valid)
-        y = state.scan(q, self.limit(records)) if step.scan else state.replay(q, records)
+        y = state.scan(q, self.limit(records), self.scan_backend) if step.scan else state.replay(q, records)
         return state.finish_step(self.emit(y, extra))
 
     def _forward_whole(self, x: Tensor, attention_mask: Tensor | None) -> Tensor:
         packing = Packing.checked(f"{type(self).__name__}.forward", attention_mask, x)
         q, records, extra = self.project(packing.pack(x), None, packing.valid)
         records = Records(*(masked(field, packing.valid) for field in self.limit(records)))
-        y, _ = chunked.scan(q, records, None, self.recurrence)
+        y, _ = scan(f"{type(self).__name__}.forward", q, records, None, self.recurrence, self.scan_backend)
         return packing.unpack(self.emit(y, extra))
 
     def alloc_state(
@@ -163,11 +172,28 @@ class ReplayLayer(nn.Module):
             if isinstance(child, _Resettable):
                 child.reset_parameters()
 
+    def scan_runs_on(self, *, grad: bool = False) -> Literal["torch", "fla"]:
+        """The backend that a scan of this layer takes, with its parameters where they are, in their or autocast's dtype.
+
+        Args:
+            grad: the scan is followed by a backward pass.
+
+        Raises:
+            ImportError, ValueError: ``scan_backend`` is "fla", which cannot take it.
+        """
+        largest = self._largest_parameter()
+        dtype = largest.dtype
+        if largest.is_cuda and torch.is_autocast_enabled("cuda") and dtype != torch.float64:
+            dtype = torch.get_autocast_dtype("cuda")
+        call = Call(largest.device, dtype, self.headdim, self.d_state, self.recurrence, grad)
+        return choose(f"{type(self).__name__}.forward", call, self.scan_backend)
+
     def extra_repr(self) -> str:
         sizes: Mapping[str, int] = {
             name: getattr(self, name) for name in ("nheads", "headdim", "d_state", "ngroups", "d_conv")
         }
-        return ", ".join(f"{name}={size}" for name, size in sizes.items())
+        backend = f"auto ({self.scan_runs_on()})" if self.scan_backend == "auto" else self.scan_backend
+        return ", ".join(f"{name}={size}" for name, size in sizes.items()) + f", scan_backend={backend}"
 
     def _largest_parameter(self) -> Tensor:
         """Its dtype is the activations'; A_log and norm weights may be kept in a wider one."""
@@ -218,6 +244,8 @@ class ReplayLayer(nn.Module):
             f"{where}: x must have the layer's dtype {largest.dtype}; got {x.dtype}. Convert x, or call under "
             "torch.autocast.",
         )
+        if state is not None and x.shape[1] > state.clock.step_tokens:
+            self.scan_runs_on()  # a backend that cannot is refused before the step opens
         if state is None and not largest.is_meta:  # offloaded weights are on meta between calls
             expect_device(where, "x", x, largest.device)
 

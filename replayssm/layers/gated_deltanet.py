@@ -12,6 +12,7 @@ from replayssm.layers.conv import ShortConv, with_history
 from replayssm.layers.gates import reset_decay, softplus_gate
 from replayssm.layers.norm import GatedRMSNorm, l2_normalized, widened
 from replayssm.ops.records import Records, Recurrence
+from replayssm.ops.scan import Backend
 
 
 class ReplayGatedDeltaNet(ReplayLayer):
@@ -47,7 +48,7 @@ class ReplayGatedDeltaNet(ReplayLayer):
         neg_eigval: bool = False,
         gate_activation: Literal["silu", "sigmoid"] = "silu",
         norm_eps: float = 1e-6,
-        scan_backend: Literal["auto", "torch"] = "auto",
+        scan_backend: Backend = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):

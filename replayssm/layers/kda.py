@@ -1,7 +1,5 @@
 """Kimi Delta Attention (arXiv 2510.26692): a decay per key channel and the delta rule."""
 
-from typing import Literal
-
 import torch
 from torch import Tensor, nn
 
@@ -12,6 +10,7 @@ from replayssm.layers.conv import ShortConv, with_history
 from replayssm.layers.gates import bounded_gate, reset_decay, softplus_gate
 from replayssm.layers.norm import GatedRMSNorm, l2_normalized, widened
 from replayssm.ops.records import Records, Recurrence
+from replayssm.ops.scan import Backend
 
 
 class ReplayKDA(ReplayLayer):
@@ -52,7 +51,7 @@ class ReplayKDA(ReplayLayer):
         output_gate_rank: int | None = None,
         output_gate_bias: bool = False,
         norm_eps: float = 1e-5,
-        scan_backend: Literal["auto", "torch"] = "auto",
+        scan_backend: Backend = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):

@@ -15,6 +15,7 @@ from replayssm.layers.conv import ShortConv, with_history
 from replayssm.layers.gates import no_weight_decay, reset_decay
 from replayssm.layers.norm import GatedRMSNorm, widened
 from replayssm.ops.records import Records, Recurrence
+from replayssm.ops.scan import Backend
 
 
 class ReplayMamba2(ReplayLayer):
@@ -57,7 +58,7 @@ class ReplayMamba2(ReplayLayer):
         dt_limits: tuple[float, float] = (0.0, math.inf),
         in_multiplier: float = 1.0,
         segment_multipliers: Sequence[float] | None = None,
-        scan_backend: Literal["auto", "torch"] = "auto",
+        scan_backend: Backend = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
