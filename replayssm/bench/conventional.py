@@ -26,14 +26,15 @@ class Config(NamedTuple):
         return f"block_p {self.block_p}, {self.num_warps} warps, segment {self.segment}{hints}"
 
 
-# 16 to 64 values of a state a thread: fewer leave too few bytes in flight, more do not fit the registers.
-SHAPES = ((8, 1), (8, 2), (16, 1), (16, 2), (16, 4), (32, 2), (32, 4), (32, 8), (64, 4), (64, 8))
+# 16 to 128 values of a state a thread: fewer leave too few bytes in flight, more do not fit the registers.
+SHAPES = ((8, 1), (8, 2), (16, 1), (16, 2), (16, 4), (32, 2), (32, 4), (32, 8), (64, 2), (64, 4), (64, 8))
+ROWS = ((8, 1), (16, 2), (16, 4), (32, 4), (64, 8))  # a whole warp to a row of 128 keys
+CONFIGS = tuple(Config(*shape, segment, "", "") for segment, shapes in ((32, SHAPES), (128, ROWS)) for shape in shapes)
 HINTS = (("", ""), ("evict_first", ""), ("", ".cs"), ("evict_first", ".cs"))
-CONFIGS = tuple(Config(*shape, segment, "", "") for shape in SHAPES for segment in (32, 128))
 
 
-# Axes: H value heads, G key groups, P headdim, N d_state. A tile is (N / SEGMENT, BLOCK_P, SEGMENT), n = outer index *
-# SEGMENT + inner one. One program owns one (row of the batch, value head) and BLOCK_P rows of its state.
+# Axes: H value heads, G key groups, P headdim, N d_state. A tile is (BLOCK_P, N / SEGMENT, SEGMENT), n = index of the
+# segment * SEGMENT + place in it. One program owns one (row of the batch, value head) and BLOCK_P rows of its state.
 @triton.jit
 def step_kernel(
     state_ptr, q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, y_ptr,
@@ -44,25 +45,27 @@ def step_kernel(
     program = tl.program_id(0)
     bh = program // TILES
     group = bh // (H // G)  # of all rows: row * G + group, as H is a multiple of G
-    n = (tl.arange(0, N // SEGMENT) * SEGMENT)[:, None, None] + tl.arange(0, SEGMENT)[None, None, :]
+    n = (tl.arange(0, N // SEGMENT) * SEGMENT)[None, :, None] + tl.arange(0, SEGMENT)[None, None, :]
     p = tl.arange(0, BLOCK_P)
     # tiles follow each other in memory in the order of programs; 64 bits: B * H * P * N passes 2**31
-    tile_ptr = state_ptr + program.to(tl.int64) * (BLOCK_P * N) + p[None, :, None] * N + n
-    state = tl.load(tile_ptr, eviction_policy=LOAD_POLICY)  # first: its address waits for nothing
-    q = tl.load(q_ptr + group * N + n).to(tl.float32)
-    k = tl.load(k_ptr + group * N + n).to(tl.float32)
-    v = tl.load(v_ptr + program * BLOCK_P + p).to(tl.float32)
+    tile_ptr = state_ptr + program.to(tl.int64) * (BLOCK_P * N) + p[:, None, None] * N + n
+    # All loads are issued before the first is used. The state's comes last: the last one decides how the tile is laid
+    # out over threads, for SEGMENT 32 eight to a row; with q or k there it went through shared memory (sm_90 code).
     beta = tl.load(beta_ptr + bh)
     if CHANNEL:
-        state *= tl.exp(tl.load(g_ptr + bh * N + n))
+        g = tl.load(g_ptr + bh * N + n)
     else:
-        state *= tl.exp(tl.load(g_ptr + bh))
+        g = tl.load(g_ptr + bh)
+    v = tl.load(v_ptr + program * BLOCK_P + p)
+    q = tl.load(q_ptr + group * N + n)
+    k = tl.load(k_ptr + group * N + n)
+    state = tl.load(tile_ptr, eviction_policy=LOAD_POLICY) * tl.exp(g)
+    q, k, v = q.to(tl.float32), k.to(tl.float32), v.to(tl.float32)
     if DELTA:
-        v -= tl.sum(tl.sum(state * k, axis=0), axis=1)
-    u = beta * v
-    # not the sum over the updated state: this one runs beside the correction's, and the store waits for neither
-    y = tl.sum(tl.sum(state * q, axis=0), axis=1) + u * tl.sum(k * q)
-    tl.store(tile_ptr, state + u[None, :, None] * k, cache_modifier=STORE_MODIFIER)
+        v -= tl.sum(tl.sum(state * k, axis=1), axis=1)
+    state += (beta * v)[:, None, None] * k
+    tl.store(tile_ptr, state, cache_modifier=STORE_MODIFIER)
+    y = tl.sum(tl.sum(state * q, axis=1), axis=1)
     tl.store(y_ptr + program * BLOCK_P + p, y)
 
 
