@@ -24,13 +24,19 @@ for line in open("constraints-cpu.txt"):
 endef
 export CONSTRAINTS
 
-.PHONY: demo test lint install clean
+.PHONY: demo test gpu lint install clean
 
 demo: install
 	$(BIN)/python -m replayssm generate "$(PROMPT)" --max-new-tokens 300 --temperature 0.5 --seed 0
 
 test: install
 	$(BIN)/python -m pytest $(PYTEST)
+
+# On a machine with an NVIDIA GPU, with the Python whose torch fits its driver (PYTHON=...): the tests that need the GPU,
+# then the times of the kernels. Nothing is installed.
+gpu:
+	REPLAYSSM_TEST_DEVICE=cuda $(PYTHON) -m pytest -q -m gpu
+	$(PYTHON) -m replayssm bench kernel
 
 lint: install
 	$(BIN)/python -m ruff check .

@@ -5,6 +5,7 @@ import importlib.util
 import json
 import math
 import os
+import platform
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -260,7 +261,7 @@ def test_the_gate_is_no_looser_than_the_tests() -> None:
 def test_the_conventional_step_is_right_in_every_shape(case: Case, dtype: torch.dtype) -> None:
     from replayssm.bench import conventional, tune
 
-    case = Case(case.layer, "small", 4, 64, 128, 4 if case.layer == "kda" else 2, case.recurrence)
+    case = Case(case.layer, "small", 2, 64, 128, case.ngroups, case.recurrence)
     trial = Trial(case, 2, 2, dtype=dtype, device=DEVICE)
     for config in conventional.CONFIGS[:: 1 if DEVICE.type == "cuda" else 5]:
         assert trial.conventional_error(tune.step_with(config, case)) <= trial.budget, config
@@ -351,7 +352,7 @@ def test_the_decode_kernels_pass_the_gate(case: Case) -> None:
     from replayssm.bench import conventional, tune
 
     step = tune.step_with(conventional.CONFIGS[0], case)
-    verdict = gate.check(case, 3, 3, dtype=torch.bfloat16, device=DEVICE, kernels=triton_decode, step=step)
+    verdict = gate.check(case, 2, 2, dtype=torch.bfloat16, device=DEVICE, kernels=triton_decode, step=step)
     assert verdict.passed, verdict
 
 
@@ -397,6 +398,7 @@ def test_a_table_has_a_row_for_each_run_and_names_each_loss() -> None:
 
 def test_the_plot_shows_every_point_inside_its_panel() -> None:
     document = made_up_document()
+    document["runs"][0]["percent_of_ceiling"] = 20.0  # a floor of 4, at batch 1
     drawing = ElementTree.fromstring(report.plot(document))
     svg = "{http://www.w3.org/2000/svg}"
     dots = list(drawing.iter(f"{svg}circle"))
@@ -409,6 +411,10 @@ def test_the_plot_shows_every_point_inside_its_panel() -> None:
         places = [float(dot.get("cx", "nan")) for dot in panel.iter(f"{svg}circle")]
         assert heights[0] > heights[1] == heights[2] > 0  # 0.8, then 1.5 twice: up is faster
         assert places == sorted(places)
+        ends = [float(line.get("y1", "nan")) for line in panel.iter(f"{svg}line")]
+        grid = [float(text.get("y", "nan")) - 4 for text in panel.iter(f"{svg}text") if text.get("x") == "-6.0"]
+        assert min(grid) <= min(ends)
+        assert max(ends) <= max(grid)
         assert places[-1] < max(float(line.get("x2", "nan")) for line in panel.iter(f"{svg}line"))
 
 
@@ -470,6 +476,37 @@ def test_without_a_gpu_the_model_is_printed_and_nothing_timed(
     ]
     assert [row[-1] for row in rows[2:]] == ["1.81", "1.81", "1.79", "1.79"]
     assert "Nothing was timed" in shown
+
+
+@pytest.mark.parametrize("failing", [None, "gdn"])
+def test_a_run_writes_what_passed_and_says_what_did_not(
+    failing: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ceiling = pytest.importorskip("replayssm.bench.ceiling")
+    document = made_up_document()
+
+    def measured(case: Case, batch: int, **named: Any) -> dict[str, Any] | None:
+        assert (named["window"], named["dtype"], named["ceiling"]) == (16, torch.bfloat16, 4.5)
+        entry = next(each for each in document["runs"] if (each["layer"], each["batch"]) == (case.layer, batch))
+        return None if case.layer == failing else entry
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(ceiling, "read_ceiling", lambda device: 4.5)
+    monkeypatch.setattr(kernel, "measure_case", measured)
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    assert bench("kernel", "--batch", "1", "32", "--commit", "abc") == (failing is not None)
+    written = report.load(tmp_path / "kernel_nvidia-h200.json")
+    assert set(written) == set(document)
+    assert (written["gpu"], written["commit"], written["python"]) == ("NVIDIA H200", "abc", platform.python_version())
+    assert written["command"].endswith("--batch 1 32 --window 16 --dtype bfloat16")
+    expected = [each for each in document["runs"] if each["batch"] < 256 and each["layer"] != failing]
+    assert written["runs"] == expected
+    shown = capsys.readouterr()
+    assert report.table(written) in shown.out
+    assert ("2 of 6 cases gave wrong results" in shown.err) == (failing is not None)
+    report.block(written), report.plot(written)  # a JSON without a case can still be shown
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ COMMANDS = {"kernel": kernel, "report": report}
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add ``bench`` and its own commands; a command's module says in its first line what it is for."""
-    bench = commands.add_parser("bench", help="measure what decoding costs", description=__doc__.split(":")[0])
+    bench = commands.add_parser("bench", help="measure what decoding costs", description="Measure what decoding costs.")
     measurements = bench.add_subparsers(dest="bench", required=True)
     for name, module in COMMANDS.items():
         summary = str(module.__doc__).splitlines()[0]

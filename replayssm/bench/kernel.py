@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
     cases = [each for each in CASES if each.layer in options.layer and each.geometry in options.geometry]
     if not cases:
         raise ValueError(
-            f"bench kernel: --layer and --geometry must name one case at least; got {' '.join(options.layer)} and "
+            f"--layer and --geometry must name one case at least; got {' '.join(options.layer)} and "
             f"{' '.join(options.geometry)}. Leave one of the two out."
         )
     if not torch.cuda.is_available():
@@ -137,11 +137,10 @@ def measure_case(
 def _check_options(options: argparse.Namespace) -> None:
     if not 2 <= options.window <= 64:
         raise ValueError(
-            f"bench kernel: --window must be 2 to 64 tokens; got {options.window}. "
-            "Window 0 is timed beside every other one."
+            f"--window must be 2 to 64 tokens; got {options.window}. Window 0 is timed beside every other one."
         )
     if min(options.batch) < 1:
-        raise ValueError(f"bench kernel: --batch must be at least 1; got {min(options.batch)}. Give other sizes.")
+        raise ValueError(f"--batch must be at least 1; got {min(options.batch)}. Give other sizes.")
 
 
 def _measure(cases: Sequence[Case], options: argparse.Namespace) -> int:

@@ -9,6 +9,7 @@ Points = Sequence[tuple[int, float]]  # batch, speed-up
 PANEL, GAP, LEFT, RIGHT = 270, 40, 60, 20  # pixels, as everything here
 TOP, HEIGHT, BOTTOM = 70, 260, 90
 STEP = 0.5  # of the speed-up axis, between two lines of its grid
+LEAST_TOP = 2.5  # of that axis: holds the floors of large batches, 2.2 and below
 MEASURED, FLOOR, PUBLISHED, GRID, TEXT = "#1f5fa8", "#555555", "#c2571a", "#dddddd", "#222222"
 
 
@@ -17,11 +18,12 @@ def speedup_plot(panels: Sequence[tuple[str, Points, Points, Points]], title: st
 
     Args:
         panels: title, and what is measured (a line with dots), the floor of memory traffic (dashes) and what others
-            published (diamonds), each as points of batch and speed-up.
+            published (diamonds), each as points of batch and speed-up. A floor above the axis is left out: it is that
+            of a batch so small that the time is not the traffic's.
     """
-    every = [point for _, *series in panels for points in series for point in points]
-    top = STEP * math.ceil(max([1.0, *(speedup for _, speedup in every)]) / STEP + 0.1)
-    batches = sorted({batch for batch, _ in every})
+    reached = [point for _, measured, _, published in panels for point in (*measured, *published)]
+    top = max(LEAST_TOP, STEP * math.ceil(max(speedup for _, speedup in reached) / STEP + 0.1))
+    batches = sorted({batch for batch, _ in reached})
     low, high = math.log2(batches[0]), math.log2(batches[-1])
     width = LEFT + len(panels) * (PANEL + GAP) - GAP + RIGHT
 
@@ -47,7 +49,8 @@ def speedup_plot(panels: Sequence[tuple[str, Points, Points, Points]], title: st
         for batch in batches:
             parts.append(_text(x(batch), HEIGHT + 18, str(batch)))
         for batch, speedup in floor:
-            parts.append(_dash(x(batch), y(speedup)))
+            if speedup <= top:
+                parts.append(_dash(x(batch), y(speedup)))
         for batch, speedup in published:
             parts.append(_diamond(x(batch), y(speedup)))
         line = " ".join(f"{x(batch):.1f},{y(speedup):.1f}" for batch, speedup in measured)
