@@ -2,6 +2,8 @@
 
 E64: an fp64 result may miss the fp64 token loop by 1e-12 of the output's RMS, at every element.
 E32: a result may miss the fp64 token loop by 8 times what the same loop misses when it runs in fp32.
+E16: a result of 16-bit kernels may miss the fp64 result by 2 times what plain PyTorch misses whose matrix products take
+     16-bit operands.
 """
 
 import torch
@@ -9,6 +11,7 @@ from torch import Tensor
 
 REL64 = 1e-12
 SLACK_GRADIENT = 10.0  # a gradient collects the rounding of both directions, over longer sums
+SLACK16 = 2.0  # kernels also round what they hand from one to the next
 SLACK32 = 8.0
 STOCK_FLOOR = 1e-6  # transformers computes in fp32 inside, whatever the dtype of its weights
 TRAFFIC_MODEL = 0.25  # of a measured time: clocks, kernels and machines differ by as much
@@ -31,6 +34,15 @@ def e64(exact: Tensor) -> float:
 def e32(plain: Tensor, exact: Tensor) -> float:
     """The RMS error that a result may have where plain fp32 PyTorch gives ``plain`` for ``exact``."""
     return SLACK32 * rms(plain.double() - exact.double()) + torch.finfo(torch.float32).eps * rms(exact)
+
+
+def assert_e16(got: Tensor, plain: Tensor, exact: Tensor, what: str = "output") -> None:
+    """``plain``: the same by plain PyTorch whose products take operands of 16 bits, rounded to the dtype of ``got``."""
+    assert got.shape == exact.shape, f"{what}: shape {tuple(got.shape)}, expected {tuple(exact.shape)}"
+    assert torch.isfinite(got).all(), f"{what}: {(~torch.isfinite(got)).sum().item()} values are not finite"
+    error = rms(got.double() - exact.double())
+    allowed = SLACK16 * rms(plain.to(got.dtype).double() - exact.double())
+    assert error <= allowed, f"{what}: rms error {error:.2e} is over the budget E16 = {allowed:.2e}"
 
 
 def assert_e64(got: Tensor, exact: Tensor, what: str = "output") -> None:

@@ -173,7 +173,7 @@ class ReplayLayer(nn.Module):
                 child.reset_parameters()
 
     def scan_runs_on(self, *, grad: bool = False) -> Literal["torch", "fla"]:
-        """The backend that a scan of this layer takes, with its parameters where they are, in their or autocast's dtype.
+        """The backend that a scan of this layer takes, where its parameters are, in their dtype or autocast's.
 
         Args:
             grad: the scan is followed by a backward pass.

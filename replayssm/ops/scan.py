@@ -136,14 +136,15 @@ def refusal_of(call: Call) -> Refusal | None:
         return Refusal("have a decay per head or the delta rule", str(call.recurrence), "Declare another recurrence")
     if call.recurrence.delta and call.d_state > MOST_D_STATE:
         return Refusal(f"have d_state <= {MOST_D_STATE}", str(call.d_state), "Build the layer with smaller keys")
-    if not call.grad or call.recurrence.decay == "channel":
-        return None
-    if not call.recurrence.delta and (call.headdim % 2 or call.d_state % 2):
+    if (
+        call.headdim % 2 or call.d_state % 2
+    ):  # triton reads 16-bit rows of odd length beyond their end (fla's chunk_o.py)
         sizes = f"headdim={call.headdim} and d_state={call.d_state}"
-        return Refusal("have an even headdim and d_state for a backward pass", sizes, "Use torch.no_grad()")
-    if _backward_is_wrong(torch.cuda.get_device_capability(call.device), TRITON_VERSION):
+        return Refusal("have an even headdim and d_state", sizes, "Build the layer with even sizes")
+    by_head = call.recurrence.decay == "head"
+    if call.grad and by_head and _backward_is_wrong(torch.cuda.get_device_capability(call.device), TRITON_VERSION):
         rule = "run on triton below 3.4.0 or from 3.7.1 for a backward pass on Hopper, where others compute it wrongly"
-        return Refusal(rule, str(TRITON_VERSION), "Install such a triton")
+        return Refusal(rule, f"triton {TRITON_VERSION}", "Install such a triton")
     return None
 
 
