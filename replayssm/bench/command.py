@@ -2,9 +2,9 @@
 
 import argparse
 
-from replayssm.bench import kernel, report
+from replayssm.bench import kernel, prefill, report
 
-COMMANDS = {"kernel": kernel, "report": report}
+COMMANDS = {"kernel": kernel, "prefill": prefill, "report": report}
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

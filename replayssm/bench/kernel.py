@@ -1,12 +1,7 @@
 """Time decode steps by replay beside a tuned conventional step on this machine's GPU; without one, count bytes."""
 
 import argparse
-import datetime
 import json
-import platform
-import re
-import shutil
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +11,7 @@ import torch
 
 from replayssm.bench import report, timing
 from replayssm.bench.cases import BATCHES, CASES, Case
+from replayssm.bench.machine import about, slug
 from replayssm.bench.progress import Progress
 from replayssm.bench.sequences import Kernels
 from replayssm.plan import StateBytes, conventional_traffic, replay_traffic
@@ -152,7 +148,10 @@ def _measure(cases: Sequence[Case], options: argparse.Namespace) -> int:
     progress.stage("how fast this GPU reads")
     ceiling = read_ceiling(device)
     progress.part(f"read ceiling: {ceiling:.2f} TB/s")
-    document = _about(options, device) | {"read_ceiling_tb_s": ceiling, "runs": []}
+    document: dict[str, Any] = about(_command(options), options.commit, device) | {
+        "read_ceiling_tb_s": ceiling,
+        "runs": [],
+    }
     wanted = [(case, batch) for case in cases for batch in options.batch]
     for case, batch in wanted:
         entry = measure_case(
@@ -167,7 +166,7 @@ def _measure(cases: Sequence[Case], options: argparse.Namespace) -> int:
         )
         if entry is not None:
             document["runs"].append(entry)
-    path = options.out or report.RESULTS / f"kernel_{_slug(document['gpu'])}.json"
+    path = options.out or report.RESULTS / f"kernel_{slug(document['gpu'])}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     print(report.table(document))
@@ -178,31 +177,7 @@ def _measure(cases: Sequence[Case], options: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def _about(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """What was run, when, and on what."""
-    import triton
-
+def _command(options: argparse.Namespace) -> str:
     named = f"--layer {' '.join(options.layer)} --geometry {' '.join(options.geometry)}"
     sizes = f"--batch {' '.join(map(str, options.batch))} --window {options.window} --dtype {options.dtype}"
-    return dict(
-        command=f"replayssm bench kernel {named} {sizes}",
-        date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        commit=options.commit or _said("git", "-C", str(Path(__file__).parent), "rev-parse", "--short=12", "HEAD"),
-        gpu=torch.cuda.get_device_name(device),
-        driver=_said("nvidia-smi", f"--id={device.index}", "--query-gpu=driver_version", "--format=csv,noheader"),
-        torch=torch.__version__,
-        triton=triton.__version__,
-        python=platform.python_version(),
-    )
-
-
-def _said(program: str, *arguments: str) -> str:
-    """The output of a program; "unknown" where it is missing or fails."""
-    if shutil.which(program) is None:
-        return "unknown"
-    done = subprocess.run([program, *arguments], capture_output=True, text=True)
-    return done.stdout.strip() if done.returncode == 0 else "unknown"
-
-
-def _slug(name: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    return f"replayssm bench kernel {named} {sizes}"
