@@ -60,8 +60,9 @@ def run(options: argparse.Namespace) -> int:
     cases = [case for case in CASES if case.layer in options.layer]
     device = torch.device("cuda", torch.cuda.current_device())
     progress = Progress(len(cases) * len(options.tokens), 2)
-    entries = [measure_case(case, tokens, device, progress) for case in cases for tokens in options.tokens]
-    runs = [entry for entry in entries if entry is not None]
+    lengths = sorted(options.tokens, reverse=True)  # fla tunes a kernel at the first length that it meets, for all
+    entries = [measure_case(case, tokens, device, progress) for case in cases for tokens in lengths]
+    runs = [entry for entry in reversed(entries) if entry is not None]
     named = f"--layer {' '.join(options.layer)} --tokens {' '.join(map(str, options.tokens))}"
     document = about(f"replayssm bench prefill {named}", options.commit, device) | {"runs": runs}
     path = options.out or report.RESULTS / f"prefill_{slug(str(document['gpu']))}.json"
