@@ -20,7 +20,7 @@ from replayssm import (
 )
 from replayssm.arguments import count, window
 from replayssm.bench.cases import CASES, Case
-from replayssm.cache.auto_window import LayerBytes, choose
+from replayssm.cache.auto_window import LayerBytes
 from replayssm.models import HybridLM
 from replayssm.models.hybrid import DTYPES
 from replayssm.plan import (
@@ -80,15 +80,22 @@ def run(options: argparse.Namespace) -> int:
     """
     gpu = find_gpu("plan", options.gpu)
     model = _model(options.model, DTYPES.get(options.dtype))
-    asked = options.window
-    if asked == "auto":  # as the kernels would choose; the cache itself chooses for the device that it is on
-        asked = choose("triton", options.batch, 1 + options.drafts, _layers(model, _cache(model, options, 0)))
-    cache = _cache(model, options, asked)
+    cache = ReplayStateCache(
+        model,
+        options.batch,
+        window=options.window,
+        step_tokens=1 + options.drafts,
+        max_seqlen=options.max_seqlen,
+        checkpoint=options.checkpoint,
+        read_format=options.read_format,
+        backend="triton",  # as on the GPU that is asked about
+        device="meta",
+    )
     layers = _layers(model, cache)
     print(f"{options.model}: {_described(model)}")
     print(f"batch {cache.batch}, window {cache.window}, tokens a step {cache.step_tokens}, {gpu.name}")
     weights = sum(parameter.nbytes for parameter in model.parameters()) if isinstance(model, HybridLM) else 0
-    _print_memory(_parts(cache, layers), cache.batch, weights, gpu)
+    _print_memory(cache, weights, gpu)
     if layers:
         _print_step(layers, cache, gpu)
     else:
@@ -119,19 +126,6 @@ def _layer(case: Case, dtype: torch.dtype) -> ReplayLayer:
     return ReplayKDA(d_model, *sizes, d_state=case.d_state, device="meta", dtype=dtype)
 
 
-def _cache(model: nn.Module, options: argparse.Namespace, window: int) -> ReplayStateCache:
-    return ReplayStateCache(
-        model,
-        options.batch,
-        window=window,
-        step_tokens=1 + options.drafts,
-        max_seqlen=options.max_seqlen,
-        checkpoint=options.checkpoint,
-        read_format=options.read_format,
-        device="meta",
-    )
-
-
 def _layers(model: nn.Module, cache: ReplayStateCache) -> list[LayerBytes]:
     states = [cache.state_of(module) for module in model.modules() if isinstance(module, ReplayLayer)]
     return [LayerBytes.of(state) for state in states if isinstance(state, LayerState)]
@@ -149,13 +143,8 @@ def _described(model: nn.Module) -> str:
     return f"{'; '.join(listed)}; {str(largest.dtype).removeprefix('torch.')}"
 
 
-def _parts(cache: ReplayStateCache, layers: list[LayerBytes]) -> dict[str, int]:
-    """Bytes of one sequence by part, with the ring of u that kernels keep for delta rules."""
+def _print_memory(cache: ReplayStateCache, weights: int, gpu: Gpu) -> None:
     parts = {name: nbytes // cache.batch for name, nbytes in cache.nbytes_by_part.items()}
-    return {"u": cache.clock.slots * sum(layer.u for layer in layers)} | parts
-
-
-def _print_memory(parts: dict[str, int], batch: int, weights: int, gpu: Gpu) -> None:
     print("\nbytes of a sequence")
     for name, nbytes in sorted(parts.items(), key=lambda part: -part[1]):
         if nbytes:
@@ -165,9 +154,8 @@ def _print_memory(parts: dict[str, int], batch: int, weights: int, gpu: Gpu) -> 
     print(f"weights       {weights:>18,}" if weights else "weights: not counted for a layer alone")
     room = int(gpu.memory_gib * 2**30 * USABLE) - weights
     fit = max(room, 0) // total
-    print(
-        f"{fit:,} sequences fit into {USABLE:.0%} of {gpu.memory_gib} GiB{'' if batch <= fit else ': not this batch'}"
-    )
+    fits = "" if cache.batch <= fit else ": not this batch"
+    print(f"{fit:,} sequences fit into {USABLE:.0%} of {gpu.memory_gib} GiB{fits}")
 
 
 def _print_step(layers: list[LayerBytes], cache: ReplayStateCache, gpu: Gpu) -> None:

@@ -29,10 +29,11 @@ class Traffic(NamedTuple):
 
 def state_bytes(cache: ReplayStateCache) -> StateBytes:
     """State and record sizes of the model that ``cache`` serves; zeros for a model without replay layers."""
+    u = sum(tensor.nbytes for name, tensor in cache.tensors().items() if name.endswith(".ring.u"))  # beside the records
     parts = cache.nbytes_by_part
     return StateBytes(
         state=parts.get("checkpoint", 0) // cache.batch,
-        record=parts.get("ring", 0) // (cache.batch * cache.clock.slots),
+        record=(parts.get("ring", 0) - u) // (cache.batch * cache.clock.slots),
     )
 
 

@@ -1,5 +1,8 @@
 """Arguments of a step and of the cache: what can be seen to be wrong is refused, what cannot be seen is reported."""
 
+import importlib.util
+import sys
+
 import pytest
 import torch
 from budgets import assert_e64
@@ -12,6 +15,7 @@ import replayssm.cache.layer_state
 import replayssm.cache.state_cache
 import replayssm.cache.step
 from replayssm import ReplayStateCache
+from replayssm.ops import decode
 
 
 @pytest.mark.parametrize(
@@ -45,13 +49,45 @@ def test_a_cache_that_cannot_be_is_refused(arguments, words):
     [
         ({"checkpoint": "int8_sr"}, ["checkpoint", "'fp32'", "int8_sr"]),
         ({"read_format": "fp8"}, ["read_format", "None", "fp8"]),
-        ({"backend": "triton"}, ["backend", "'torch'", "GPU", "triton"]),
+        ({"backend": "cuda"}, ["backend", "'auto'", "'torch'", "'triton'", "cuda"]),
     ],
     ids=str,
 )
 def test_what_does_not_exist_is_refused_with_what_does(arguments, words):
     with refused(NotImplementedError, "ReplayStateCache", *words):
         ReplayStateCache([M.build()], 1, **arguments)
+
+
+@on_the_host
+def test_kernels_are_refused_on_a_cpu_without_the_interpreter(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with refused(RuntimeError, "ReplayStateCache", "backend must", "'torch'", "on cpu", "'triton'", "GPU"):
+        ReplayStateCache([M.build()], 1, backend="triton")
+
+
+def test_kernels_are_refused_where_triton_cannot_be_imported(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton.knobs", None)
+    with refused(RuntimeError, "ReplayStateCache", "backend must", "'torch'", "'triton'", "Install triton"):
+        ReplayStateCache([M.build()], 1, backend="triton")
+
+
+@pytest.mark.parametrize(("place", "backend"), [("cpu", "torch"), ("meta", "torch"), ("cuda", "triton")])
+def test_auto_is_triton_on_a_gpu_where_triton_is_installed_and_torch_elsewhere(monkeypatch, place, backend):
+    found = {"triton": True}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found.get(name))
+    assert decode.choose("a test", "auto", torch.device(place)) == backend
+    found.clear()
+    assert decode.choose("a test", "auto", torch.device(place)) == "torch"
+
+
+def test_an_estimate_is_of_the_backend_that_its_device_would_get(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
+    layer = G.build()
+    plain, kernels = (ReplayStateCache.estimate([layer], 2, backend=name) for name in ("torch", "triton"))
+    assert kernels["ring"] - plain["ring"] == 2 * 17 * G.nheads * G.headdim * 8  # u, fp64
+    assert ReplayStateCache.estimate([layer], 2, device="cuda") == kernels
+    assert ReplayStateCache.estimate([layer], 2, device="cpu") == plain
+    assert ReplayStateCache.estimate([layer.to("meta")], 2) == plain
 
 
 def test_draft_trees_are_refused():

@@ -9,7 +9,7 @@ from replayssm.cache.packing import masked
 from replayssm.cache.ring import read_rings, write_rings
 from replayssm.cache.step import Clock, ModuleState
 from replayssm.checks import expect_exists, readable
-from replayssm.ops import chunked
+from replayssm.ops import chunked, decode
 from replayssm.ops.records import Records, Recurrence
 from replayssm.ops.scan import Backend, scan
 
@@ -38,6 +38,8 @@ class LayerState(ModuleState):
     Attributes:
         ring: Records, axis 1 = slot; the record of token i stands in slot i % slots. k and v as the layer made them,
             g and beta in fp32 (fp64 in an fp64 layer). Slots that are not live hold anything.
+        u: (batch, slots, nheads, headdim) fp32 or fp64 by the same rule, the write vectors that kernels read instead of
+            v where there is a delta rule; None without one, and for plain PyTorch. A flush never reads it.
         conv: (batch, d_conv - 1 + step_tokens, channels), raw inputs of the short convolution by the same rule.
     """
 
@@ -70,9 +72,19 @@ class LayerState(ModuleState):
             beta=zeros(slots, nheads, dtype=wide),
         )
         self.conv = zeros(d_conv - 1 + step_tokens, conv_channels, dtype=dtype)
+        self.u: Tensor | None = None
+        self._backend: decode.Chosen = "torch"
+
+    def use(self, backend: decode.Chosen) -> None:
+        """Say what the steps run on, before the first of them; kernels get what they need beside the ring."""
+        self._backend = backend
+        if backend == "triton" and self.geometry.recurrence.delta:
+            self.u = torch.zeros_like(self.ring.v, dtype=self.ring.beta.dtype)
 
     def tensors(self) -> dict[str, Tensor]:
         rings = {f"ring.{name}": ring for name, ring in self.ring._asdict().items()}
+        if self.u is not None:
+            rings["ring.u"] = self.u
         return {"checkpoint": self._checkpoint, **rings, "conv": self.conv}
 
     @property
@@ -89,7 +101,11 @@ class LayerState(ModuleState):
         Cost: one state read, and one written to the new tensor.
         """
         self.clock.refuse_open(f"{self.where}: state()")
-        return self._folded(None)
+        if self._backend == "torch":
+            return self._folded(None)
+        state = self._checkpoint.clone()
+        self._flush(torch.ones_like(self.clock.seqlen, dtype=torch.bool), state)
+        return state
 
     def extend_conv(self, x: Tensor) -> Tensor:
         """Put the convolution's history before its new inputs, and remember those.
@@ -118,10 +134,26 @@ class LayerState(ModuleState):
 
         Returns:
             (rows of the call, t, nheads, headdim), fp32 or fp64; arbitrary at positions that are not real.
-        Cost: one state read. For each row that flushes, one more read and one written; where the rows cannot be
-            looked at without waiting for the device, for every row.
+        Cost: one state read. For each row that flushes, one written, and in plain PyTorch one more read; there, where
+            the rows cannot be looked at without waiting for the device, for every row.
         """
         step, clock = self.called(), self.clock
+        if self._backend == "triton":
+            # as they will be read back, so that a token sees the same values at once and later
+            kept = Records(*(new.to(ring.dtype) for new, ring in zip(records, self.ring, strict=True)))
+            return decode.replay(
+                q,
+                kept,
+                self._checkpoint,
+                self.ring,
+                self.u,
+                step.flushing,
+                clock.seqlen,
+                clock.flushed,
+                rows=step.index,
+                length=None if step.valid is None else step.length,
+                recurrence=self.geometry.recurrence,
+            )
         self.fold(step.flushing)
         write_rings(self.ring, step, records)
         first_live = step.take(torch.where(step.flushing, clock.seqlen, clock.flushed))
@@ -156,6 +188,9 @@ class LayerState(ModuleState):
 
     def fold(self, which: Tensor) -> None:
         """Fold the committed records of the cache rows in ``which`` (batch,) bool into their checkpoints."""
+        if self._backend == "triton":
+            self._flush(which, self._checkpoint)
+            return
         if not readable(which):
             folded = self._folded(None)
             self._checkpoint.copy_(torch.where(which[:, None, None, None], folded, self._checkpoint))
@@ -163,6 +198,11 @@ class LayerState(ModuleState):
         rows = which.nonzero().squeeze(1)
         if len(rows):
             self._checkpoint.index_copy_(0, rows, self._folded(rows))
+
+    def _flush(self, which: Tensor, checkpoint: Tensor) -> None:
+        """Fold into the rows ``which`` of a checkpoint, by the kernel."""
+        clock = self.clock
+        decode.flush(which, checkpoint, self.ring, clock.seqlen, clock.flushed, recurrence=self.geometry.recurrence)
 
     def _folded(self, rows: Tensor | None) -> Tensor:
         """The state of ``rows`` (all if None) with everything committed folded in."""

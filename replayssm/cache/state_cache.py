@@ -1,16 +1,19 @@
 """``ReplayStateCache``: all memory that decoding needs, the two counters of every row, and commit."""
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from replayssm.cache.layer_state import LayerState, check_formats
+from replayssm.cache import auto_window
+from replayssm.cache.arguments import Window, check_arguments, device_of, seeds_of, stateful_modules
+from replayssm.cache.layer_state import LayerState
 from replayssm.cache.step import ERRORS, Clock, ModuleState, StatefulModule, Step
-from replayssm.checks import expect, expect_exists, expect_integers, expect_positive, expect_shape, readable
+from replayssm.checks import expect, expect_integers, expect_shape, readable
+from replayssm.ops import decode
 
 RowIndex = int | Sequence[int] | Tensor
 
@@ -31,17 +34,21 @@ class ReplayStateCache:
         model: a module, or a list of layers; every submodule with ``alloc_state`` gets a state.
         batch: rows, one a sequence.
         window: most committed records between flushes; 0 folds at every step (the conventional traffic), any other
-            value must be at least ``step_tokens``. "auto" chooses.
+            value must be at least ``step_tokens``. "auto" chooses from shapes, 0 where replay does not pay.
         step_tokens: most new tokens a step may bring without becoming a scan.
         max_seqlen: most real tokens a row; needed by full attention.
         checkpoint: how the recurrent state is stored; "fp32" (fp64 in an fp64 layer).
         read_format: None reads the checkpoint itself.
-        backend: "auto" or "torch".
+        backend: what decoding runs on: "torch", "triton" (kernels, on a GPU) or "auto" (triton on a GPU, else torch).
         seed: int or (batch,) int tensor, the random stream of each sequence; it moves with the row.
         device: where to allocate; None is each module's own device.
 
+    Attributes:
+        backend: "torch" or "triton", as chosen where "auto" was asked for.
+
     Raises:
         ValueError: an argument is out of range.
+        RuntimeError: backend is "triton" where it cannot run.
         NotImplementedError: a format or backend that does not exist; the text lists those that do.
     """
 
@@ -50,7 +57,7 @@ class ReplayStateCache:
         model: nn.Module | Sequence[nn.Module],
         batch: int,
         *,
-        window: int | Literal["auto"] = 16,
+        window: Window = 16,
         step_tokens: int = 1,
         max_seqlen: int | None = None,
         checkpoint: str = "fp32",
@@ -59,26 +66,37 @@ class ReplayStateCache:
         seed: int | Tensor = 0,
         device: torch.device | str | None = None,
     ):
-        window = _check_arguments(batch, window, step_tokens, max_seqlen, checkpoint, read_format, backend)
-        modules = dict(_stateful_modules(model))
-        on_device = torch.device(device) if device is not None else _device_of(model)
+        check_arguments(batch, window, step_tokens, max_seqlen, checkpoint, read_format)
+        modules = dict(stateful_modules(model))
+        on_device = torch.device(device) if device is not None else device_of(model)
         self.batch = batch
+        self.backend = decode.choose("ReplayStateCache", backend, on_device)
         self._states: list[ModuleState] = []
         # found by order and never held: a deep copy of the cache serves the same model
         self._order: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+
+        def alloc(module: StatefulModule, window: int, device: torch.device | str | None) -> ModuleState:
+            return module.alloc_state(
+                batch,
+                window=window,
+                step_tokens=step_tokens,
+                max_seqlen=max_seqlen,
+                checkpoint=checkpoint,
+                read_format=read_format,
+                device=device,
+            )
+
         with torch.inference_mode(False):  # a cache made in inference mode may be used outside it
-            self.seed = _seeds(seed, batch, on_device)
+            if isinstance(window, str):
+                states = [alloc(module, step_tokens, "meta") for module in modules.values()]
+                sizes = [auto_window.LayerBytes.of(state) for state in states if isinstance(state, LayerState)]
+                window = auto_window.choose(self.backend, batch, step_tokens, sizes)
+            self.seed = seeds_of(seed, batch, on_device)
             self.clock = Clock(batch, window, step_tokens, max_seqlen, on_device)
             for name, module in modules.items():
-                state = module.alloc_state(
-                    batch,
-                    window=window,
-                    step_tokens=step_tokens,
-                    max_seqlen=max_seqlen,
-                    checkpoint=checkpoint,
-                    read_format=read_format,
-                    device=device,
-                )
+                state = alloc(module, window, device)
+                if isinstance(state, LayerState):
+                    state.use(self.backend)
                 state.clock, state.name = self.clock, name
                 assert isinstance(module, nn.Module)
                 self._order[module] = len(self._states)
@@ -176,7 +194,7 @@ class ReplayStateCache:
             self.clock.refuse_open("ReplayStateCache.reset (of some rows)")
         index = self._index("reset", "rows", rows)
         if seed is not None:
-            self.seed.index_copy_(0, index, _seeds(seed, len(index), self.seed.device))
+            self.seed.index_copy_(0, index, seeds_of(seed, len(index), self.seed.device))
         for name, tensor in self.tensors().items():
             if name != "counters.seed":
                 tensor.index_fill_(0, index.to(tensor.device), 0)
@@ -261,7 +279,7 @@ class ReplayStateCache:
         model: nn.Module | Sequence[nn.Module] | Mapping[str, Any],
         batch: int,
         *,
-        window: int | Literal["auto"] = 16,
+        window: Window = 16,
         step_tokens: int = 1,
         max_seqlen: int | None = None,
         checkpoint: str = "fp32",
@@ -273,13 +291,16 @@ class ReplayStateCache:
         """Bytes that a cache would hold, by part as in ``nbytes_by_part`` and in "total"; allocates nothing.
 
         Args:
-            model: a module, a list of layers, or a ``HybridLM``'s config. Seed and device do not change the size.
+            model: a module, a list of layers, or a ``HybridLM``'s config. The seed does not change the size.
+            device: where the cache would lie, from which backend "auto" follows; None is where the model is.
         """
         if isinstance(model, Mapping):
             from replayssm.models import HybridLM  # a config names layers, which only the models know
 
             model = HybridLM(dict(model), device="meta")
         assert not isinstance(model, Mapping)
+        if backend == "auto":
+            backend = decode.automatic(torch.device(device) if device is not None else device_of(model))
         cache = cls(
             model,
             batch,
@@ -326,75 +347,3 @@ class ReplayStateCache:
                 f"{where}: {name} must name each row once; got {index.tolist()}. Give one source for each target.",
             )
         return index.to(device=device, dtype=torch.int64)
-
-
-def _check_arguments(
-    batch: int,
-    window: int | Literal["auto"],
-    step_tokens: int,
-    max_seqlen: int | None,
-    checkpoint: str,
-    read_format: str | None,
-    backend: str,
-) -> int:
-    """Refuse what is out of range or does not exist; returns the window as a number."""
-    where = "ReplayStateCache"
-    expect_positive(where, batch=batch, step_tokens=step_tokens)
-    if max_seqlen is not None:
-        expect_positive(where, max_seqlen=max_seqlen)
-    if isinstance(window, str):
-        expect(window == "auto", f'{where}: window must be "auto" or an int; got {window!r}. Use "auto".')
-        chosen = max(16, step_tokens)
-    else:
-        chosen = window
-    expect(
-        isinstance(chosen, int) and not isinstance(chosen, bool) and (chosen == 0 or chosen >= step_tokens),
-        f'{where}: window must be "auto", 0 or at least step_tokens={step_tokens}; got {window!r}. '
-        f"Choose window={step_tokens} or more, or 0 to fold at every step.",
-    )
-    check_formats(where, checkpoint, read_format)
-    kernels = "Triton kernels need a GPU and do not exist yet: use" if backend == "triton" else "Use"
-    expect_exists(where, "backend", backend, ("auto", "torch"), f'{kernels} backend="torch".')
-    return chosen
-
-
-def _stateful_modules(model: nn.Module | Sequence[nn.Module]) -> Iterator[tuple[str, StatefulModule]]:
-    """Names and modules that keep a state, in module order."""
-    if isinstance(model, nn.Module):
-        found = [(name or type(module).__name__, module) for name, module in model.named_modules()]
-    else:
-        found = [
-            (f"{i}.{name}" if name else str(i), module)
-            for i, layer in enumerate(model)
-            for name, module in layer.named_modules()
-        ]
-    seen: set[int] = set()
-    for name, module in found:
-        if issubclass(type(module), StatefulModule):  # of the class: a wrapper forwards attributes to what it wraps
-            assert isinstance(module, StatefulModule)
-            expect(
-                id(module) not in seen,
-                f"ReplayStateCache: model must name each layer once; got {name} twice. Give each layer its own module.",
-            )
-            seen.add(id(module))
-            yield name, module
-
-
-def _device_of(model: nn.Module | Sequence[nn.Module]) -> torch.device:
-    """Where the counters live: the device of the first parameter, the CPU for a model without any."""
-    layers = [model] if isinstance(model, nn.Module) else model
-    first = next((parameter for layer in layers for parameter in layer.parameters()), None)
-    return torch.device("cpu") if first is None else first.device
-
-
-def _seeds(seed: int | Tensor, count: int, device: torch.device) -> Tensor:
-    """(count,) int64 random streams; an int starts a run of consecutive ones."""
-    if isinstance(seed, Tensor):
-        expect_integers("ReplayStateCache", "seed", seed)
-        expect_shape("ReplayStateCache", "seed", seed, (count,), "Give one seed a row, or an int.")
-        return seed.to(device=device, dtype=torch.int64, copy=True)
-    expect(
-        isinstance(seed, int) and not isinstance(seed, bool),
-        f"ReplayStateCache: seed must be an int or an int tensor; got {seed!r}. Give one seed a row, or an int.",
-    )
-    return torch.arange(seed, seed + count, device=device)

@@ -27,6 +27,7 @@ class Step(Packing):
     Attributes:
         t: positions of the call, padding included.
         scan: t > step_tokens, so the new tokens go straight into the checkpoint.
+        index: (rows of the call,) int64, contiguous, the cache row of each, -1 for off; None is all, in order.
         cache_rows: (rows of the call,) int64, with an arbitrary row for a row that is off; None is all, in order.
         start: (rows of the call,) int64, tokens committed before the step; 0 for a row that is off.
         asked: (rows of the call,) int64, real new tokens that the call brings; 0 for a row that is off.
@@ -40,11 +41,11 @@ class Step(Packing):
         self.t, self.rows, self.attention_mask = t, rows, attention_mask
         self.scan = t > clock.step_tokens
         batch, device = clock.batch, clock.seqlen.device
-        self.present = self._source = self.cache_rows = self.off = None
+        self.present = self._source = self.index = self.cache_rows = self.off = None
         if rows is not None:
-            index = rows.long()
-            self.off, self.cache_rows = index < 0, index.clamp(min=0)
-            slot = torch.where(self.off, batch, index)  # rows that are off share a slot behind the last row
+            self.index = rows.long().contiguous()
+            self.off, self.cache_rows = self.index < 0, self.index.clamp(min=0)
+            slot = torch.where(self.off, batch, self.index)  # rows that are off share a slot behind the last row
             self._source = slot.new_zeros(batch + 1).scatter(0, slot, torch.arange(len(rows), device=device))[:batch]
             self.present = torch.zeros(batch + 1, dtype=torch.bool, device=device).scatter(0, slot, True)[:batch]
         self.start = self._if_on(self.take(clock.seqlen))

@@ -1,0 +1,79 @@
+"""Arguments of a cache: what is out of range or does not exist is refused, the rest brought into one form."""
+
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from replayssm.cache.layer_state import check_formats
+from replayssm.cache.step import StatefulModule
+from replayssm.checks import expect, expect_integers, expect_positive, expect_shape
+
+Window = int | Literal["auto"]
+
+
+def check_arguments(
+    batch: int,
+    window: Window,
+    step_tokens: int,
+    max_seqlen: int | None,
+    checkpoint: str,
+    read_format: str | None,
+) -> None:
+    """Refuse what is out of range or does not exist."""
+    where = "ReplayStateCache"
+    expect_positive(where, batch=batch, step_tokens=step_tokens)
+    if max_seqlen is not None:
+        expect_positive(where, max_seqlen=max_seqlen)
+    if isinstance(window, str):
+        expect(window == "auto", f'{where}: window must be "auto" or an int; got {window!r}. Use "auto".')
+    else:
+        expect(
+            isinstance(window, int) and not isinstance(window, bool) and (window == 0 or window >= step_tokens),
+            f'{where}: window must be "auto", 0 or at least step_tokens={step_tokens}; got {window!r}. '
+            f"Choose window={step_tokens} or more, or 0 to fold at every step.",
+        )
+    check_formats(where, checkpoint, read_format)
+
+
+def stateful_modules(model: nn.Module | Sequence[nn.Module]) -> Iterator[tuple[str, StatefulModule]]:
+    """Names and modules that keep a state, in module order."""
+    if isinstance(model, nn.Module):
+        found = [(name or type(module).__name__, module) for name, module in model.named_modules()]
+    else:
+        found = [
+            (f"{i}.{name}" if name else str(i), module)
+            for i, layer in enumerate(model)
+            for name, module in layer.named_modules()
+        ]
+    seen: set[int] = set()
+    for name, module in found:
+        if issubclass(type(module), StatefulModule):  # of the class: a wrapper forwards attributes to what it wraps
+            assert isinstance(module, StatefulModule)
+            expect(
+                id(module) not in seen,
+                f"ReplayStateCache: model must name each layer once; got {name} twice. Give each layer its own module.",
+            )
+            seen.add(id(module))
+            yield name, module
+
+
+def device_of(model: nn.Module | Sequence[nn.Module]) -> torch.device:
+    """Where the counters live: the device of the first parameter, the CPU for a model without any."""
+    layers = [model] if isinstance(model, nn.Module) else model
+    first = next((parameter for layer in layers for parameter in layer.parameters()), None)
+    return torch.device("cpu") if first is None else first.device
+
+
+def seeds_of(seed: int | Tensor, count: int, device: torch.device) -> Tensor:
+    """(count,) int64 random streams; an int starts a run of consecutive ones."""
+    if isinstance(seed, Tensor):
+        expect_integers("ReplayStateCache", "seed", seed)
+        expect_shape("ReplayStateCache", "seed", seed, (count,), "Give one seed a row, or an int.")
+        return seed.to(device=device, dtype=torch.int64, copy=True)
+    expect(
+        isinstance(seed, int) and not isinstance(seed, bool),
+        f"ReplayStateCache: seed must be an int or an int tensor; got {seed!r}. Give one seed a row, or an int.",
+    )
+    return torch.arange(seed, seed + count, device=device)

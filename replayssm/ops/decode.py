@@ -1,0 +1,172 @@
+"""Where decoding chooses its backend, and how a step reaches the kernels of ``triton_decode``.
+
+"torch" runs everywhere. "triton" runs on a GPU, and on a CPU through Triton's interpreter, which is for tests; it
+raises where it cannot run. "auto" takes triton for what is on a GPU and torch elsewhere. Triton is imported at the
+first launch.
+
+A graph that ``torch.compile`` traces cannot hold a launch, so it holds an operator that launches; without a graph the
+launch is called directly, because an operator costs about 20 us of a CPU's time for each layer of each step.
+"""
+
+import importlib.util
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from replayssm.checks import expect_exists
+from replayssm.ops.records import Records, Recurrence
+
+Chosen = Literal["torch", "triton"]
+BACKENDS: tuple[str, ...] = ("auto", *get_args(Chosen))
+
+
+def choose(where: str, backend: str, device: torch.device) -> Chosen:
+    """The backend that decodes what lies on ``device``; "triton" is allowed on meta, where nothing is launched.
+
+    Raises:
+        NotImplementedError: there is no such backend.
+        RuntimeError: backend is "triton" and it cannot run there.
+    """
+    expect_exists(where, "backend", backend, BACKENDS)
+    if backend == "auto":
+        return automatic(device)
+    if backend == "torch":
+        return "torch"
+    if device.type != "meta":
+        _expect_triton(where, device)
+    return "triton"
+
+
+def automatic(device: torch.device) -> Chosen:
+    """What "auto" takes for tensors on ``device``; ROCm's devices are called "cuda" too."""
+    return "triton" if device.type == "cuda" and importlib.util.find_spec("triton") is not None else "torch"
+
+
+def _expect_triton(where: str, device: torch.device) -> None:
+    refusal = f"{where}: backend must be 'auto' or 'torch'"
+    try:
+        from triton.knobs import runtime
+    except ImportError as error:
+        raise RuntimeError(
+            f"{refusal} where triton cannot be imported; got 'triton' ({error}). Install triton, or use 'torch'."
+        ) from error
+    if device.type != "cuda" and not runtime.interpret:
+        raise RuntimeError(
+            f"{refusal} on {device}; got 'triton', whose kernels need a GPU (CUDA or ROCm), or Triton's interpreter. "
+            "Move the model to a GPU, or use 'torch'."
+        )
+
+
+def replay(
+    q: Tensor,
+    records: Records,
+    checkpoint: Tensor,
+    ring: Records,
+    u: Tensor | None,
+    flushing: Tensor,
+    seqlen: Tensor,
+    flushed: Tensor,
+    *,
+    rows: Tensor | None,
+    length: Tensor | None,
+    recurrence: Recurrence,
+) -> Tensor:
+    """One step of new tokens by the kernels, or as one operator of a graph; see ``triton_decode.replay``."""
+    run = _replay_op if torch.compiler.is_compiling() else _replay
+    return run(
+        q, *records, checkpoint, *ring, u, flushing, seqlen, flushed, rows, length, recurrence.decay, recurrence.delta
+    )  # fmt: skip
+
+
+def flush(
+    which: Tensor, checkpoint: Tensor, ring: Records, seqlen: Tensor, flushed: Tensor, *, recurrence: Recurrence
+) -> None:
+    """Fold committed records by the kernels, or as one operator of a graph; see ``triton_decode.flush``."""
+    run = _flush_op if torch.compiler.is_compiling() else _flush
+    run(which, checkpoint, *ring, seqlen, flushed, recurrence.decay, recurrence.delta)
+
+
+def _replay(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    checkpoint: Tensor,
+    ring_k: Tensor,
+    ring_v: Tensor,
+    ring_g: Tensor,
+    ring_beta: Tensor,
+    u: Tensor | None,
+    flushing: Tensor,
+    seqlen: Tensor,
+    flushed: Tensor,
+    rows: Tensor | None,
+    length: Tensor | None,
+    decay: Literal["head", "channel"],
+    delta: bool,
+) -> Tensor:
+    from replayssm.ops import triton_decode
+
+    return triton_decode.replay(
+        q,
+        Records(k, v, g, beta),
+        checkpoint,
+        Records(ring_k, ring_v, ring_g, ring_beta),
+        u,
+        flushing,
+        seqlen,
+        flushed,
+        rows=rows,
+        length=length,
+        recurrence=Recurrence(decay, delta),
+    )
+
+
+def _flush(
+    which: Tensor,
+    checkpoint: Tensor,
+    ring_k: Tensor,
+    ring_v: Tensor,
+    ring_g: Tensor,
+    ring_beta: Tensor,
+    seqlen: Tensor,
+    flushed: Tensor,
+    decay: Literal["head", "channel"],
+    delta: bool,
+) -> None:
+    from replayssm.ops import triton_decode
+
+    ring = Records(ring_k, ring_v, ring_g, ring_beta)
+    triton_decode.flush(which, checkpoint, ring, seqlen, flushed, recurrence=Recurrence(decay, delta))
+
+
+_ARGUMENTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a!) checkpoint, Tensor(b!) ring_k, Tensor(c!) ring_v, "
+    "Tensor(d!) ring_g, Tensor(e!) ring_beta, Tensor(f!)? u, Tensor flushing, Tensor seqlen, Tensor flushed, "
+    "Tensor? rows, Tensor? length, str decay, bool delta"
+)
+_replay_op = torch.library.custom_op(
+    "replayssm::replay",
+    _replay,
+    mutates_args=("checkpoint", "ring_k", "ring_v", "ring_g", "ring_beta", "u"),
+    schema=f"({_ARGUMENTS}) -> Tensor",
+)
+_flush_op = torch.library.custom_op(
+    "replayssm::flush",
+    _flush,
+    mutates_args=("checkpoint",),
+    schema="(Tensor which, Tensor(a!) checkpoint, Tensor ring_k, Tensor ring_v, Tensor ring_g, Tensor ring_beta, "
+    "Tensor seqlen, Tensor flushed, str decay, bool delta) -> ()",
+)
+
+
+@_replay_op.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, checkpoint: Tensor, *_: object) -> Tensor:
+    return checkpoint.new_empty(v.shape)
+
+
+@_flush_op.register_fake
+def _(*_: object) -> None:
+    """Nothing to make."""
