@@ -1,5 +1,6 @@
-"""Settings of every test run: one thread a worker, the Hypothesis profile, the nightly marker."""
+"""Settings of every test run: one thread a worker, kernels interpreted on a CPU, the Hypothesis profile, markers."""
 
+import importlib.util
 import os
 
 # Before torch starts its thread pool: two test workers share two cores.
@@ -7,10 +8,18 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["MKL_NUM_THREADS"] = "1"
 # MKL otherwise sums in another order for another alignment, and a row's bits would depend on its place in the batch.
 os.environ["MKL_CBWR"] = "AUTO,STRICT"
+# Before triton is imported: without a GPU its kernels run on the CPU, by the interpreter.
+if os.environ.get("REPLAYSSM_TEST_DEVICE", "cpu") == "cpu" and importlib.util.find_spec("triton") is not None:
+    os.environ["TRITON_INTERPRET"] = "1"
+    import interp_shim  # noqa: F401
+
+from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+from replayssm.ops import decode
 
 torch.set_num_threads(1)
 
@@ -25,6 +34,16 @@ common = dict(
 settings.register_profile("ci", max_examples=25, derandomize=True, stateful_step_count=12, **common)
 settings.register_profile("nightly", max_examples=300, stateful_step_count=40, **common)
 settings.load_profile(PROFILE)
+
+
+@pytest.fixture(scope="module", params=["torch", "triton"])
+def backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    """What "auto" takes: each of the two in turn, wherever the tests run."""
+    if request.param == "triton":
+        pytest.importorskip("triton")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode, "automatic", lambda device: request.param)
+        yield request.param
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,0 +1,70 @@
+"""Repairs of Triton's CPU interpreter, for the tests alone; imported before any kernel, with TRITON_INTERPRET=1.
+
+The interpreter truncates where it should round to bfloat16 or to 8 bits, cannot loop to a bound of one element with
+numpy 2.4, and patches triton.language afresh at every launch and helper call, which takes longer than the kernel. Its
+arithmetic on bfloat16 itself works on the raw bits and is not repaired: kernels widen what they load.
+"""
+
+import types
+
+import numpy as np
+import torch
+import triton.language as tl
+import triton.runtime.interpreter as interpreter
+
+TORCH = {
+    tl.bfloat16: torch.bfloat16,
+    tl.float16: torch.float16,
+    tl.float32: torch.float32,
+    tl.float64: torch.float64,
+    tl.float8e4nv: torch.float8_e4m3fn,
+    tl.float8e5: torch.float8_e5m2,
+}
+BITS = {1: (torch.uint8, np.uint8), 2: (torch.int16, np.uint16)}  # by bytes: how numpy holds what it has no type for
+NATIVE = (tl.float16, tl.float32, tl.float64)
+
+_builder = interpreter.InterpreterBuilder
+_cast_impl, _create_fp_to_fp = _builder.cast_impl, _builder.create_fp_to_fp
+_patch_lang_tensor = interpreter._patch_lang_tensor
+
+
+def converted(data: np.ndarray, source: tl.dtype, target: tl.dtype) -> np.ndarray:
+    """The numbers of one floating type as another one's, rounded by torch; both as the interpreter holds them."""
+    dense = np.ascontiguousarray(data)
+    if source in NATIVE:
+        numbers = torch.from_numpy(dense.copy())
+    else:
+        width = dense.itemsize
+        numbers = torch.from_numpy(dense.view(np.uint8 if width == 1 else np.int16).copy()).view(TORCH[source])
+    numbers = numbers.to(TORCH[target])
+    if target not in NATIVE:
+        as_torch, as_numpy = BITS[numbers.element_size()]
+        return numbers.view(as_torch).numpy().view(as_numpy).reshape(data.shape)
+    return numbers.numpy().reshape(data.shape)
+
+
+def cast_impl(self, source, target_type):
+    have, want = source.dtype.scalar, target_type.scalar
+    if have in TORCH and want in TORCH:
+        return interpreter.TensorHandle(converted(source.data, have, want), want)
+    return _cast_impl(self, source, target_type)
+
+
+def create_fp_to_fp(self, source, target_type, rounding):
+    have, want = source.dtype.scalar, target_type.scalar
+    nearest = rounding is None or rounding == interpreter._ir.ROUNDING_MODE.RTNE
+    if nearest and have in TORCH and want in TORCH:
+        return interpreter.TensorHandle(converted(source.data, have, want), want)
+    return _create_fp_to_fp(self, source, target_type, rounding)
+
+
+def patch_lang_tensor(tensor, *rest):
+    patched = _patch_lang_tensor(tensor, *rest)
+    tensor.__index__ = lambda self: int(self.handle.data.item())
+    return patched
+
+
+_builder.cast_impl, _builder.create_fp_to_fp = cast_impl, create_fp_to_fp
+interpreter._patch_lang_tensor = patch_lang_tensor
+interpreter._patch_lang(types.FunctionType((lambda: None).__code__, {"tl": tl, "core": tl.core}))
+interpreter._patch_lang = lambda fn: interpreter._LangPatchScope()
