@@ -1,0 +1,158 @@
+"""Compiles every kernel for a GPU that need not be there: python tests/compile_gate.py sm_90 | sm_100 | gfx942
+
+The launchers run on meta tensors under a driver that only names the target, and each launch becomes a warm-up: so what
+is compiled is what they would launch, with the arguments that they would pass. Prints one JSON line a kernel. It needs
+a process of its own, without TRITON_INTERPRET: some errors of a backend end the process.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from replayssm.bench.cases import CASES, Case
+from replayssm.ops import triton_decode
+from replayssm.ops.records import Records
+
+TARGETS = {
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+WINDOW, DRAFTED = 16, 4
+BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
+MAMBA2, GDN, KDA = (case.recurrence for case in CASES)
+# sizes that are no power of two, narrow and wide states, 1 to 12 heads a group, every dtype of a layer
+ODD = (
+    (Case("mamba2", "odd", 6, 80, 256, 2, MAMBA2), BF16),
+    (Case("mamba2", "odd", 12, 40, 24, 1, MAMBA2), FP64),
+    (Case("gdn", "odd", 12, 80, 64, 1, GDN), FP32),
+    (Case("gdn", "odd", 4, 64, 256, 4, GDN), BF16),
+    (Case("kda", "odd", 3, 40, 24, 1, KDA), FP64),
+    (Case("kda", "odd", 6, 80, 64, 2, KDA), FP32),
+)
+
+
+class Driver:
+    """As much of a driver as compiling asks for."""
+
+    def __init__(self, target: GPUTarget):
+        self.target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int = 0) -> int:
+        return 0
+
+
+class Launches:
+    """While it is entered, a launch compiles its kernel, and does no more."""
+
+    def __init__(self) -> None:
+        self._kernels: list[tuple[str, Any]] = []
+
+    def __enter__(self) -> "Launches":
+        self._run = run = JITFunction.run
+        kernels = self._kernels
+
+        def compile_only(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+            kernels.append((kernel.fn.__name__, run(kernel, *args, grid=grid, warmup=True, **options)))
+
+        JITFunction.run = compile_only
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        JITFunction.run = self._run
+
+    def take(self) -> list[tuple[str, Any]]:
+        """Name and compiled kernel of each launch since the last call."""
+        taken, self._kernels[:] = list(self._kernels), []
+        return taken
+
+
+def launch(case: Case, batch: int, t: int, dtype: torch.dtype, every_row: bool) -> None:
+    """A step of t new tokens, and a flush; with ``every_row`` off the call names its rows and their lengths."""
+    nheads, headdim, d_state, ngroups = case.nheads, case.headdim, case.d_state, case.ngroups
+    wide = FP64 if dtype == FP64 else FP32
+
+    def meta(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(batch, *shape, dtype=dtype, device="meta")
+
+    def records(tokens: int) -> Records:
+        return Records(
+            k=meta(tokens, ngroups, d_state),
+            v=meta(tokens, nheads, headdim),
+            g=meta(tokens, nheads, case.recurrence.decay_width(d_state), dtype=wide),
+            beta=meta(tokens, nheads, dtype=wide),
+        )
+
+    slots = WINDOW + (1 if every_row else DRAFTED)  # of a cache with step_tokens 1, or with room for drafts
+    checkpoint, ring = meta(nheads, headdim, d_state, dtype=wide), records(slots)
+    u = meta(slots, nheads, headdim, dtype=wide) if case.recurrence.delta else None
+    counts, due = meta(dtype=torch.int64), meta(dtype=torch.bool)
+    named = {} if every_row else dict(rows=counts, length=counts)
+    triton_decode.replay(
+        meta(t, ngroups, d_state), records(t), checkpoint, ring, u, due, counts, counts,
+        recurrence=case.recurrence, **named,
+    )  # fmt: skip
+    triton_decode.flush(due, checkpoint, ring, counts, counts, recurrence=case.recurrence)
+
+
+def launches(target: str) -> Iterator[tuple[Case, int, int, torch.dtype, bool]]:
+    """Arguments of ``launch``: the published geometries, on sm_90 at several batches, and the odd ones."""
+    for case in CASES:
+        for batch in (1, 32, 256) if target == "sm_90" else (32,):
+            yield case, batch, 1, BF16, True
+        yield case, 32, DRAFTED, BF16, True
+    for case, dtype in ODD:
+        for t in (1, DRAFTED):
+            yield case, 3, t, dtype, False
+
+
+def resources(kernel: Any) -> dict[str, Any]:
+    """Bytes of stack and of shared memory, registers of a thread, and whether TF32 appears."""
+    found = dict(shared=kernel.metadata.shared)
+    if "amdgcn" in kernel.asm:
+        stack, registers = (
+            int(re.search(rf"\.{name}:\s*(\d+)", kernel.asm["amdgcn"])[1])
+            for name in ("private_segment_fixed_size", "vgpr_count")
+        )
+        return found | dict(stack=stack, registers=registers, tf32="xf32" in kernel.asm["amdgcn"])
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", said).groups())
+    return found | dict(stack=stack, registers=registers, tf32="tf32" in kernel.asm["ptx"])
+
+
+def main(target: str) -> None:
+    """Print what each distinct kernel takes."""
+    driver.set_active(Driver(TARGETS[target]))
+    seen = set()
+    with Launches() as made:
+        for case, batch, t, dtype, every_row in launches(target):
+            launch(case, batch, t, dtype, every_row)
+            for name, kernel in made.take():
+                if kernel.hash not in seen:
+                    seen.add(kernel.hash)
+                    sizes = dict(layer=case.layer, geometry=case.geometry, batch=batch, t=t, dtype=str(dtype))
+                    print(json.dumps(dict(kernel=name, **sizes, **resources(kernel))), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
