@@ -9,11 +9,10 @@ class Tiling(NamedTuple):
     """The shape of the programs; powers of two, but for ``flushers``.
 
     Attributes:
-        block_p: rows of a state that a reading program owns.
-        read_p: rows of them that it holds at once.
-        fold_p: rows of a state that a folding program holds.
+        block_p: rows of a state that a program owns.
+        read_p: rows of them that it holds at once while it reads.
+        fold_n: keys that it holds at once while it folds.
         records: records that a program reads at once.
-        together: records that a folding program loads at once.
         abreast: rows that stand side by side in a warp.
         lanes: keys that stand side by side in a warp.
         flushers: most programs of a step that fold.
@@ -21,9 +20,8 @@ class Tiling(NamedTuple):
 
     block_p: int
     read_p: int
-    fold_p: int
+    fold_n: int
     records: int
-    together: int
     abreast: int
     lanes: int
     flushers: int
@@ -31,15 +29,6 @@ class Tiling(NamedTuple):
 
 def choose_tiling(batch: int, nheads: int, headdim: int, d_state: int, recurrence: Recurrence) -> Tiling:
     """The tiling for a shape."""
-    rows = 1 << (headdim - 1).bit_length()
-    block_p = max(4, min(64, rows))
-    return Tiling(
-        block_p=block_p,
-        read_p=min(16, block_p),
-        fold_p=min(8, block_p),
-        records=8,
-        together=4,
-        abreast=4,
-        lanes=32,
-        flushers=1056,
-    )
+    rows = max(16, 1 << (headdim - 1).bit_length())
+    block_p = min(64, rows)
+    return Tiling(block_p=block_p, read_p=16, fold_n=32, records=8, abreast=4, lanes=32, flushers=1056)
