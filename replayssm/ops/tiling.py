@@ -11,6 +11,7 @@ class Tiling(NamedTuple):
     Attributes:
         block_p: rows of a state that a program owns.
         read_p: rows of them that it holds at once while it reads.
+        fold_p: rows that it holds at once while it folds.
         fold_n: keys that it holds at once while it folds.
         records: records that a program reads at once.
         abreast: rows that stand side by side in a warp.
@@ -20,6 +21,7 @@ class Tiling(NamedTuple):
 
     block_p: int
     read_p: int
+    fold_p: int
     fold_n: int
     records: int
     abreast: int
@@ -31,4 +33,4 @@ def choose_tiling(batch: int, nheads: int, headdim: int, d_state: int, recurrenc
     """The tiling for a shape."""
     rows = max(16, 1 << (headdim - 1).bit_length())
     block_p = min(64, rows)
-    return Tiling(block_p=block_p, read_p=16, fold_n=32, records=8, abreast=4, lanes=32, flushers=1056)
+    return Tiling(block_p=block_p, read_p=16, fold_p=16, fold_n=32, records=8, abreast=4, lanes=32, flushers=1056)

@@ -31,7 +31,7 @@ from replayssm.ops.triton_tokens import tokens_kernel
 def flush_kernel(
     which, state, k, v, g, beta, seqlen, flushed, state_stride, k_stride, v_stride, g_stride, beta_stride,
     H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr, SLOTS: tl.constexpr,
-    BLOCK_P: tl.constexpr, FOLD_N: tl.constexpr,
+    BLOCK_P: tl.constexpr, FOLD_P: tl.constexpr, FOLD_N: tl.constexpr,
     CHANNEL: tl.constexpr, DELTA: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     TILES: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
@@ -42,7 +42,7 @@ def flush_kernel(
             state + row * state_stride + head * P * N, k + row * k_stride, v + row * v_stride, g + row * g_stride,
             beta + row * beta_stride, tl.load(flushed + row), tl.load(seqlen + row), head,
             tl.program_id(0) % TILES * BLOCK_P,
-            H, G, P, N, SLOTS, BLOCK_P, FOLD_N, CHANNEL, DELTA, WIDE, PRECISION,
+            H, G, P, N, SLOTS, BLOCK_P, FOLD_P, FOLD_N, CHANNEL, DELTA, WIDE, PRECISION,
         )  # fmt: skip
 
 
@@ -133,7 +133,7 @@ def token_kernel(
     batch, flushers, q_token, k_token, v_token, g_token, beta_token,
     state_stride, k_stride, v_stride, g_stride, beta_stride, u_stride,
     H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr, SLOTS: tl.constexpr, BLOCK_B: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr, READ_P: tl.constexpr, FOLD_N: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr, READ_P: tl.constexpr, FOLD_P: tl.constexpr, FOLD_N: tl.constexpr,
     ABREAST: tl.constexpr, BLOCK_N: tl.constexpr, LANES: tl.constexpr,
     CHANNEL: tl.constexpr, DELTA: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -169,7 +169,7 @@ def token_kernel(
             if folds:
                 fold(
                     state_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, first, start, head, p_tile * BLOCK_P,
-                    H, G, P, N, SLOTS, BLOCK_P, FOLD_N, CHANNEL, DELTA, WIDE, PRECISION,
+                    H, G, P, N, SLOTS, BLOCK_P, FOLD_P, FOLD_N, CHANNEL, DELTA, WIDE, PRECISION,
                 )  # fmt: skip
                 count = 0
             _replay_token(
@@ -255,7 +255,7 @@ def replay(
     flushers = min(programs, tiling.flushers)
     token_kernel[(flushers + programs,)](
         *tensors, batch, flushers, *strides, *sizes, min(256, triton.next_power_of_2(batch)),
-        min(tiling.records, _records_at_once(slots - t)), tiling.block_p, tiling.read_p, tiling.fold_n, tiling.abreast,
+        min(tiling.records, _records_at_once(slots - t)), tiling.block_p, tiling.read_p, tiling.fold_p, tiling.fold_n, tiling.abreast,
         block_n, min(tiling.lanes, block_n), *rule, _precision(checkpoint), num_warps=1,
     )  # fmt: skip
     return y
@@ -280,7 +280,7 @@ def flush(
     grid = (batch * nheads * triton.cdiv(headdim, tiling.block_p),)
     flush_kernel[grid](
         which, checkpoint, *ring, seqlen, flushed, checkpoint.stride(0), *(x.stride(0) for x in ring),
-        nheads, ring.k.shape[2], headdim, d_state, ring.v.shape[1], tiling.block_p, tiling.fold_n,
+        nheads, ring.k.shape[2], headdim, d_state, ring.v.shape[1], tiling.block_p, tiling.fold_p, tiling.fold_n,
         recurrence.decay == "channel", recurrence.delta, _wide(checkpoint), _precision(checkpoint), num_warps=1,
     )  # fmt: skip
 
