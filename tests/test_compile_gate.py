@@ -37,10 +37,11 @@ def test_every_kernel_compiles_and_fits(target):
         assert {kernel["kernel"] for kernel in kernels if kernel["layer"] == layer} == defined
     too_large = [kernel for kernel in kernels if kernel["shared"] > SHARED[target]]
     assert not too_large
-    if target == "sm_90":
+    if target != "sm_100":
         assert not [kernel for kernel in kernels if kernel["tf32"]]
+    if target == "sm_90":
         spilled = [k for k in kernels if k["stack"] and k["geometry"] != "odd" and k["t"] == 1]
-        assert not spilled, "kernels of the published geometries keep values on the stack"
+        assert not spilled, "\n".join(map(json.dumps, spilled))
 
 
 @pytest.mark.skipif(
