@@ -3,6 +3,10 @@ VENV ?= .venv
 PYTEST ?= -q -n 2 --dist worksteal
 PROMPT ?= def read_lines(path):
 
+# What runs on a GPU at all: not the command line, files, packaging, plans and the bench's arithmetic.
+GPU_TESTS = gpu fla_scan triton_decode decode_backends replay_properties layers ops key_precision cache* cases* \
+	attention hybrid generate
+
 BIN = $(VENV)/bin
 # A moved clone, changed requirements, an environment that another clone used last: each of them installs again.
 STAMP = $(CURDIR) $(shell cat pyproject.toml constraints-cpu.txt | cksum)
@@ -32,10 +36,10 @@ demo: install
 test: install
 	$(BIN)/python -m pytest $(PYTEST)
 
-# On a machine with an NVIDIA GPU, with the Python whose torch fits its driver (PYTHON=...): the tests that need the GPU,
-# then the times of the kernels. Nothing is installed.
+# On a machine with an NVIDIA GPU, with the Python whose torch fits its driver (PYTHON=...): the tests of what runs there,
+# then the times of the kernels. Nothing is installed. Four workers: the largest tests take 30 GB each.
 gpu:
-	REPLAYSSM_TEST_DEVICE=cuda $(PYTHON) -m pytest -q -m gpu
+	REPLAYSSM_TEST_DEVICE=cuda $(PYTHON) -m pytest -q -n 4 --dist worksteal $(wildcard $(GPU_TESTS:%=tests/test_%.py))
 	$(PYTHON) -m replayssm bench kernel
 
 lint: install
