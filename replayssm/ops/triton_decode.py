@@ -15,34 +15,33 @@ from torch import Tensor
 
 from replayssm.ops.records import Records, Recurrence
 from replayssm.ops.tiling import Tiling, choose_tiling
-from replayssm.ops.triton_fold import fold
+from replayssm.ops.triton_fold import fold, four_a_thread, load_tile, over_keys, tile_keys, tile_rows
 from replayssm.ops.triton_records import append_shared, from_records
 from replayssm.ops.triton_tokens import tokens_kernel
 
-# Axes: H value heads, G key groups, P headdim, N d_state, R records. n and p are indices of keys and of rows of a state.
-# A name ending in _ptr points at the row of the cache that the program works on.
-# Where a program reads the state, a tile is (ABREAST, deep, outer, LANES): row p = deep * ABREAST + abreast, key n =
-# outer * LANES + lane. The threads of a warp lie along abreast and lanes, eight to a row, so that a sum over keys stays
-# mostly in one thread. Keys are loaded once for every row abreast, hence in the layout of the tile: nothing is moved
-# between threads to multiply them.
+ABREAST, LANES = 4, 32  # of a tile; 4 rows of 8 threads with 4 keys each
+FEW = 528  # programs that fold when there is little to fold: 4 on each of 132 processors
+
+# Axes: H value heads, G key groups, P headdim, N d_state, R records; n and p are indices of keys and of rows of a state.
+# A name ending in _ptr points at the row of the cache that the program works on. Tiles of the state: see triton_fold.
 
 
 @triton.jit
 def flush_kernel(
     which, state, k, v, g, beta, seqlen, flushed, state_stride, k_stride, v_stride, g_stride, beta_stride,
     H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr, SLOTS: tl.constexpr,
-    BLOCK_P: tl.constexpr, FOLD_P: tl.constexpr, FOLD_N: tl.constexpr,
-    CHANNEL: tl.constexpr, DELTA: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    FOLD_P: tl.constexpr, ABREAST: tl.constexpr, BLOCK_N: tl.constexpr, LANES: tl.constexpr,
+    CHANNEL: tl.constexpr, DELTA: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    TILES: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
+    TILES: tl.constexpr = (P + FOLD_P - 1) // FOLD_P
     row = (tl.program_id(0) // (H * TILES)).to(tl.int64)
     if tl.load(which + row) != 0:
         head = tl.program_id(0) // TILES % H
         fold(
             state + row * state_stride + head * P * N, k + row * k_stride, v + row * v_stride, g + row * g_stride,
             beta + row * beta_stride, tl.load(flushed + row), tl.load(seqlen + row), head,
-            tl.program_id(0) % TILES * BLOCK_P,
-            H, G, P, N, SLOTS, BLOCK_P, FOLD_P, FOLD_N, CHANNEL, DELTA, WIDE, PRECISION,
+            tl.program_id(0) % TILES * FOLD_P,
+            H, G, P, N, SLOTS, FOLD_P, ABREAST, BLOCK_N, LANES, CHANNEL, DELTA, WIDE,
         )  # fmt: skip
 
 
@@ -74,10 +73,8 @@ def _replay_token(
 ):  # fmt: skip
     """The output of one new token for BLOCK_P rows of a state, from the state and count live records; append it."""
     OUTER: tl.constexpr = BLOCK_N // LANES
-    DEEP: tl.constexpr = READ_P // ABREAST
     n = tl.arange(0, BLOCK_N)
-    n_tile = (tl.arange(0, OUTER) * LANES)[None, None, :, None] + tl.arange(0, LANES)[None, None, None, :]
-    n_tile = tl.broadcast_to(n_tile, (ABREAST, 1, OUTER, LANES))
+    n_tile = tile_keys(ABREAST, BLOCK_N, LANES)
     p = p_tile * BLOCK_P + tl.arange(0, BLOCK_P)
     q_ptr, new_k_ptr = q_new + head // (H // G) * N, k_new + head // (H // G) * N
     q = tl.load(q_ptr + n, mask=n < N, other=0.0).to(WIDE)
@@ -88,8 +85,13 @@ def _replay_token(
         g = tl.load(g_new + head * N + n, mask=n < N, other=0.0)
     else:
         g = tl.load(g_new + head)
-        q_tile = tl.load(q_ptr + n_tile, mask=n_tile < N, other=0.0).to(WIDE)
-        k_tile = tl.load(new_k_ptr + n_tile, mask=n_tile < N, other=0.0).to(WIDE)
+        q_tile = tl.load(four_a_thread(q_ptr, start_slot) + n_tile, mask=n_tile < N, other=0.0).to(WIDE)
+        k_tile = tl.load(four_a_thread(new_k_ptr, start_slot) + n_tile, mask=n_tile < N, other=0.0).to(WIDE)
+    at_once: tl.constexpr = BLOCK_P == READ_P
+    if at_once:  # a small batch: the state is on its way while the records are read
+        tile = load_tile(
+            state_ptr, tile_rows(p_tile * BLOCK_P, READ_P, ABREAST), n_tile, P, N, N == BLOCK_N and P % BLOCK_P == 0
+        )
     for_q, for_k, elapsed = from_records(
         q, k, g, k_ptr, v_ptr, g_ptr, beta_ptr, u_ptr, start_slot, count, head, n, p,
         H, G, P, N, SLOTS, BLOCK_R, CHANNEL, DELTA, WIDE,
@@ -101,18 +103,15 @@ def _replay_token(
         remaining = 1.0
     # what the state holds: piece by piece, so that a program needs few registers and many are resident
     piece = tl.arange(0, BLOCK_P // READ_P)[:, None, None]
-    state_q = tl.zeros((BLOCK_P // READ_P, ABREAST, DEEP), WIDE)
-    state_k = tl.zeros((BLOCK_P // READ_P, ABREAST, DEEP), WIDE)
+    state_q = tl.zeros((BLOCK_P // READ_P, ABREAST, READ_P // ABREAST), WIDE)
+    state_k = tl.zeros((BLOCK_P // READ_P, ABREAST, READ_P // ABREAST), WIDE)
     for i in range(BLOCK_P // READ_P):
-        deep = tl.arange(0, DEEP)[None, :, None, None] * ABREAST + tl.arange(0, ABREAST)[:, None, None, None]
-        p_row = p_tile * BLOCK_P + i * READ_P + deep
-        if N == BLOCK_N and P % BLOCK_P == 0:
-            tile = tl.load(state_ptr + p_row * N + n_tile)
-        else:
-            tile = tl.load(state_ptr + p_row * N + n_tile, mask=(p_row < P) & (n_tile < N), other=0.0)
-        state_q = tl.where(piece == i, tl.sum(tl.sum(tile * q_tile, axis=2), axis=2)[None], state_q)
+        if not at_once:
+            p_row = tile_rows(p_tile * BLOCK_P + i * READ_P, READ_P, ABREAST)
+            tile = load_tile(state_ptr, p_row, n_tile, P, N, N == BLOCK_N and P % BLOCK_P == 0)
+        state_q = tl.where(piece == i, over_keys(tile * q_tile)[None], state_q)
         if DELTA:
-            state_k = tl.where(piece == i, tl.sum(tl.sum(tile * k_tile, axis=2), axis=2)[None], state_k)
+            state_k = tl.where(piece == i, over_keys(tile * k_tile)[None], state_k)
     for_q += tl.reshape(tl.permute(state_q, (0, 2, 1)), (BLOCK_P,)) * remaining
     if DELTA:
         for_k += tl.reshape(tl.permute(state_k, (0, 2, 1)), (BLOCK_P,)) * remaining
@@ -133,54 +132,66 @@ def token_kernel(
     batch, flushers, q_token, k_token, v_token, g_token, beta_token,
     state_stride, k_stride, v_stride, g_stride, beta_stride, u_stride,
     H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr, SLOTS: tl.constexpr, BLOCK_B: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr, READ_P: tl.constexpr, FOLD_P: tl.constexpr, FOLD_N: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr, READ_P: tl.constexpr, FOLD_P: tl.constexpr, FEW: tl.constexpr,
     ABREAST: tl.constexpr, BLOCK_N: tl.constexpr, LANES: tl.constexpr,
-    CHANNEL: tl.constexpr, DELTA: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    CHANNEL: tl.constexpr, DELTA: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    # One program owns BLOCK_P rows of the state of a head. The first flushers programs share the rows of the call that
-    # flush, whichever these are; every other program reads, and has nothing to do if its row flushes.
-    PER_ROW: tl.constexpr = H * ((P + BLOCK_P - 1) // BLOCK_P)
+    # The first flushers programs share the rows of the call that flush, FOLD_P rows of the state of a head at a time;
+    # they start first, because they take longest. Every other program owns BLOCK_P rows and reads; it has nothing to do
+    # if its row flushes.
     folds = tl.program_id(0) < flushers
-    item = tl.program_id(0) - tl.where(folds, 0, flushers)
-    end = item + 1
+    item = tl.program_id(0)
     if folds:
-        called, count = _nth_to_flush(item // PER_ROW, flushing, rows, batch, BLOCK_B)
-        end = count * PER_ROW
-    else:
-        called = item // PER_ROW
-    while item < end:
-        at = called.to(tl.int64)
-        row = at
-        if rows is not None:
-            row = tl.load(rows + at).to(tl.int64)
-        due = row >= 0
-        if length is not None:
-            due = due & (tl.load(length + at) > 0)
-        if due:
-            due = (tl.load(flushing + row) != 0) == folds
-        if due:
-            head = item // ((P + BLOCK_P - 1) // BLOCK_P) % H
-            p_tile = item % ((P + BLOCK_P - 1) // BLOCK_P)
+        TILES: tl.constexpr = (P + FOLD_P - 1) // FOLD_P
+        called, count = _nth_to_flush(item // (H * TILES), flushing, rows, batch, BLOCK_B)
+        items = count * (H * TILES)
+        # few at a time leave the others room to read, unless there is much to fold
+        sharers = tl.minimum(flushers, tl.maximum(FEW, items // 16))
+        items = tl.where(item < sharers, items, 0)
+        while item < items:
+            at = called.to(tl.int64)
+            row = at
+            if rows is not None:
+                row = tl.load(rows + at).to(tl.int64)
+            head = item // TILES % H
             state_ptr = state + row * state_stride + head * P * N
             k_ptr, v_ptr, g_ptr = k + row * k_stride, v + row * v_stride, g + row * g_stride
             beta_ptr, u_ptr = beta + row * beta_stride, u + row * u_stride
-            start, first = tl.load(seqlen + row), tl.load(flushed + row)
-            count = (start - first).to(tl.int32)  # live records
-            if folds:
-                fold(
-                    state_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, first, start, head, p_tile * BLOCK_P,
-                    H, G, P, N, SLOTS, BLOCK_P, FOLD_P, FOLD_N, CHANNEL, DELTA, WIDE, PRECISION,
-                )  # fmt: skip
-                count = 0
+            start = tl.load(seqlen + row)
+            fold(
+                state_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, tl.load(flushed + row), start, head, item % TILES * FOLD_P,
+                H, G, P, N, SLOTS, FOLD_P, ABREAST, BLOCK_N, LANES, CHANNEL, DELTA, WIDE,
+            )  # fmt: skip
             _replay_token(
                 y + at * (H * P), state_ptr, q_new + at * q_token, k_new + at * k_token, v_new + at * v_token,
                 g_new + at * g_token, beta_new + at * beta_token, k_ptr, v_ptr, g_ptr, beta_ptr, u_ptr,
-                (start % SLOTS).to(tl.int32), count, head, p_tile,
+                (start % SLOTS).to(tl.int32), 0, head, item % TILES,
+                H, G, P, N, SLOTS, BLOCK_R, FOLD_P, FOLD_P, ABREAST, BLOCK_N, LANES, CHANNEL, DELTA, WIDE,
+            )  # fmt: skip
+            item += sharers
+            called, count = _nth_to_flush(item // (H * TILES), flushing, rows, batch, BLOCK_B)
+    else:
+        READ_TILES: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
+        item -= flushers
+        at = (item // (H * READ_TILES)).to(tl.int64)
+        row = at
+        if rows is not None:
+            row = tl.load(rows + at).to(tl.int64)
+        reads = row >= 0
+        if length is not None:
+            reads = reads & (tl.load(length + at) > 0)
+        start = tl.load(seqlen + row, mask=reads, other=0)
+        first = tl.load(flushed + row, mask=reads, other=0)
+        if reads & (tl.load(flushing + row, mask=reads, other=1) == 0):
+            head = item // READ_TILES % H
+            _replay_token(
+                y + at * (H * P), state + row * state_stride + head * P * N,
+                q_new + at * q_token, k_new + at * k_token, v_new + at * v_token, g_new + at * g_token,
+                beta_new + at * beta_token, k + row * k_stride, v + row * v_stride, g + row * g_stride,
+                beta + row * beta_stride, u + row * u_stride,
+                (start % SLOTS).to(tl.int32), (start - first).to(tl.int32), head, item % READ_TILES,
                 H, G, P, N, SLOTS, BLOCK_R, BLOCK_P, READ_P, ABREAST, BLOCK_N, LANES, CHANNEL, DELTA, WIDE,
             )  # fmt: skip
-        item += flushers
-        if folds:
-            called, count = _nth_to_flush(item // PER_ROW, flushing, rows, batch, BLOCK_B)
 
 
 def replay(
@@ -204,7 +215,7 @@ def replay(
         q: (rows of the call, t, ngroups, d_state), the read keys.
         records: of the new tokens, in the dtypes of ``ring``.
         checkpoint: (batch, nheads, headdim, d_state), changed in place for rows that flush.
-        ring: Records with axis 1 = slot; token i stands in slot i % slots. The new records go beyond the committed ones.
+        ring: Records with axis 1 = slot; token i stands in slot i % slots. New records go behind the committed ones.
         u: (batch, slots, nheads, headdim) fp32 or fp64, the write vectors of a delta rule by the same rule, else None.
         flushing: (batch,) bool, rows that fold their committed records first.
         seqlen, flushed: (batch,) int64, tokens committed and tokens inside the checkpoint; not changed.
@@ -220,43 +231,28 @@ def replay(
     slots, nheads, headdim = ring.v.shape[1:]
     y = torch.empty(batch, t, nheads, headdim, dtype=checkpoint.dtype, device=q.device)
     q, k, v, g, beta = (_by_token(x) for x in (q, *records))
-    tensors = (
-        y,
-        checkpoint,
-        q,
-        k,
-        v,
-        g,
-        beta,
-        *ring,
-        ring.v if u is None else u,
-        rows,
-        length,
-        flushing,
-        seqlen,
-        flushed,
-    )
-    strides = (
-        *(x.stride(1) for x in (q, k, v, g, beta)),
-        *(x.stride(0) for x in (checkpoint, *ring, ring.v if u is None else u)),
-    )
+    writes = ring.v if u is None else u  # without a delta rule never looked at
+    cached = checkpoint, *ring, writes
+    tensors = y, checkpoint, q, k, v, g, beta, *ring, writes, rows, length, flushing, seqlen, flushed
+    strides = *(x.stride(1) for x in (q, k, v, g, beta)), *(x.stride(0) for x in cached)
     sizes = nheads, ngroups, headdim, d_state, slots
-    rule = recurrence.decay == "channel", recurrence.delta, _wide(checkpoint)
     block_n = triton.next_power_of_2(d_state)
-    tiling = tiling or choose_tiling(batch, nheads, headdim, d_state, recurrence)
+    rule = recurrence.decay == "channel", recurrence.delta, _wide(checkpoint)
+    tiling = tiling or choose_tiling(batch, nheads, headdim)
     programs = batch * nheads * triton.cdiv(headdim, tiling.block_p)
+    at_once = triton.next_power_of_2(slots - t)  # records that can be live
     if t > 1:
         flush(flushing, checkpoint, ring, seqlen, flushed, recurrence=recurrence, tiling=tiling)
         tokens_kernel[(programs,)](
-            *tensors, *strides, t, *sizes, triton.next_power_of_2(t), _records_at_once(slots - t), tiling.block_p,
-            block_n, *rule, num_warps=4,
+            *tensors, *strides, t, *sizes, triton.next_power_of_2(t), min(16, at_once), tiling.block_p, block_n, *rule,
+            num_warps=4,
         )  # fmt: skip
         return y
-    flushers = min(programs, tiling.flushers)
+    flushers = min(batch * nheads * triton.cdiv(headdim, tiling.fold_p), tiling.flushers)
     token_kernel[(flushers + programs,)](
         *tensors, batch, flushers, *strides, *sizes, min(256, triton.next_power_of_2(batch)),
-        min(tiling.records, _records_at_once(slots - t)), tiling.block_p, tiling.read_p, tiling.fold_p, tiling.fold_n, tiling.abreast,
-        block_n, min(tiling.lanes, block_n), *rule, _precision(checkpoint), num_warps=1,
+        min(tiling.records, at_once), tiling.block_p, tiling.read_p, tiling.fold_p, FEW, ABREAST, block_n,
+        min(LANES, block_n), *rule, num_warps=1, **_registers(tiling),
     )  # fmt: skip
     return y
 
@@ -276,28 +272,23 @@ def flush(
     Cost: one state read and one written for these rows.
     """
     batch, nheads, headdim, d_state = checkpoint.shape
-    tiling = tiling or choose_tiling(batch, nheads, headdim, d_state, recurrence)
-    grid = (batch * nheads * triton.cdiv(headdim, tiling.block_p),)
-    flush_kernel[grid](
+    tiling = tiling or choose_tiling(batch, nheads, headdim)
+    block_n = triton.next_power_of_2(d_state)
+    flush_kernel[(batch * nheads * triton.cdiv(headdim, tiling.fold_p),)](
         which, checkpoint, *ring, seqlen, flushed, checkpoint.stride(0), *(x.stride(0) for x in ring),
-        nheads, ring.k.shape[2], headdim, d_state, ring.v.shape[1], tiling.block_p, tiling.fold_p, tiling.fold_n,
-        recurrence.decay == "channel", recurrence.delta, _wide(checkpoint), _precision(checkpoint), num_warps=1,
+        nheads, ring.k.shape[2], headdim, d_state, ring.v.shape[1], tiling.fold_p, ABREAST, block_n,
+        min(LANES, block_n), recurrence.decay == "channel", recurrence.delta, _wide(checkpoint), num_warps=1,
     )  # fmt: skip
 
 
-def _records_at_once(capacity: int) -> int:
-    """Records in one block of ``from_records``: as many as can be live, up to 16."""
-    return min(16, triton.next_power_of_2(capacity))
+def _registers(tiling: Tiling) -> dict[str, int]:
+    """A limit of registers a thread; what is not NVIDIA's has no such option."""
+    return {} if tiling.registers is None or torch.version.hip else {"maxnreg": tiling.registers}
 
 
 def _wide(checkpoint: Tensor) -> tl.dtype:
     """The dtype that everything is summed in."""
     return tl.float64 if checkpoint.dtype == torch.float64 else tl.float32
-
-
-def _precision(checkpoint: Tensor) -> str:
-    """How the products of a flush are multiplied: fp32 in three passes of TF32 tensor cores, where there are such."""
-    return "tf32x3" if checkpoint.dtype == torch.float32 and torch.version.hip is None else "ieee"
 
 
 def _by_token(x: Tensor) -> Tensor:

@@ -1,117 +1,126 @@
-"""The flush: records folded into the state, sixteen at a time, as matrix products."""
+"""The flush: the recurrence over committed records, on a piece of the state that stays in registers."""
 
 import triton
 import triton.language as tl
 
-# Axes: H value heads, G key groups, P headdim, N d_state, R records; s and i are two indices of records.
+# Axes: H value heads, G key groups, P headdim, N d_state. A tile of the state is (ABREAST, deep, outer, LANES): row p =
+# deep * ABREAST + abreast, key n = outer * LANES + lane. The threads of a warp lie along abreast and lanes, eight to a
+# row, so that a sum over keys stays mostly in one thread. Keys are loaded once for every row abreast, hence in the layout
+# of the tile: nothing is moved between threads to multiply them.
 # A name ending in _ptr points at the row of the cache that the program works on, state_ptr at the head of it.
-R = tl.constexpr(16)  # the least that a matrix product takes
 
 
 @triton.jit
-def _load_keys(pointer, slot, live, n, G: tl.constexpr, N: tl.constexpr, WIDE: tl.constexpr):
-    """(R, n): keys of the records in these slots, zeros where they are not live."""
-    return tl.load(pointer + slot[:, None] * (G * N) + n, mask=live[:, None] & (n < N), other=0.0).to(WIDE)
+def tile_keys(ABREAST: tl.constexpr, BLOCK_N: tl.constexpr, LANES: tl.constexpr):
+    """(ABREAST, 1, outer, LANES): n, the same for every row."""
+    n = (tl.arange(0, BLOCK_N // LANES) * LANES)[None, None, :, None] + tl.arange(0, LANES)[None, None, None, :]
+    return tl.broadcast_to(n, (ABREAST, 1, BLOCK_N // LANES, LANES))
 
 
 @triton.jit
-def _overlaps(
-    key_ptr, g_ptr, g, beta, slot, live, head,
-    H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, FOLD_N: tl.constexpr,
-    CHANNEL: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+def four_a_thread(pointer, natural):
+    """The pointer itself, known to be aligned to 4 elements only.
+
+    Of 16-bit keys a thread would else load eight, which is another layout than that of the state's tiles, and every
+    product of the two would first move a tile between threads. natural is never negative; the compiler cannot know.
+    """
+    return pointer + tl.minimum(natural, 0) * 4
+
+
+@triton.jit
+def tile_rows(first, ROWS: tl.constexpr, ABREAST: tl.constexpr):
+    """(ABREAST, deep): p of ROWS rows from first on."""
+    return first + tl.arange(0, ROWS // ABREAST)[None, :] * ABREAST + tl.arange(0, ABREAST)[:, None]
+
+
+@triton.jit
+def load_tile(
+    state_ptr, p, n, P: tl.constexpr, N: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """A (s, i) = beta_s <k_i e^(G_s - G_i), k_s> for i < s, else 0."""
-    i = tl.arange(0, R)
-    earlier = i[:, None] > i[None, :]
-    over = tl.zeros((R, R), WIDE)
-    for first_n in range(0, N, FOLD_N):
-        n = first_n + tl.arange(0, FOLD_N)
-        keys = _load_keys(key_ptr, slot, live, n, G, N, WIDE)
+    """(ABREAST, deep, outer, LANES); no mask where the sizes are such (WHOLE) that it would be true everywhere."""
+    pointer = state_ptr + p[:, :, None, None] * N + n
+    if WHOLE:
+        return tl.load(pointer)
+    else:
+        return tl.load(pointer, mask=(p[:, :, None, None] < P) & (n < N), other=0.0)
+
+
+@triton.jit
+def over_keys(x):
+    """Sum (ABREAST, deep, outer, LANES) -> (ABREAST, deep)."""
+    return tl.sum(tl.sum(x, axis=2), axis=2)
+
+
+@triton.jit
+def _record(
+    k_ptr, v_ptr, g_ptr, beta_ptr, slot, real, head, n, p,
+    H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr, CHANNEL: tl.constexpr,
+):  # fmt: skip
+    """k, v, g and beta as they stand in a slot; if it is not real zeros, which change nothing."""
+    k = tl.load(k_ptr + (slot * G + head // (H // G)) * N + n, mask=real & (n < N), other=0.0)
+    v = tl.load(v_ptr + (slot * H + head) * P + p, mask=real & (p < P), other=0.0)
+    if CHANNEL:
+        g = tl.load(g_ptr + (slot * H + head) * N + n, mask=real & (n < N), other=0.0)
+    else:
+        g = tl.load(g_ptr + slot * H + head, mask=real, other=0.0)
+    return k, v, g, tl.load(beta_ptr + slot * H + head, mask=real, other=0.0)
+
+
+@triton.jit
+def _apply_two(
+    tile, k0, v0, g0, beta0, k1, v1, g1, beta1, CHANNEL: tl.constexpr, DELTA: tl.constexpr, WIDE: tl.constexpr
+):  # fmt: skip
+    """The state after two more tokens; what it holds for both keys is summed at once."""
+    k0, v0, k1, v1 = k0.to(WIDE), v0.to(WIDE), k1.to(WIDE), v1.to(WIDE)
+    first, second = tl.exp(g0), tl.exp(g1)
+    both = first * second
+    if DELTA:
         if CHANNEL:
-            since = tl.zeros((R, FOLD_N), WIDE)  # log decay after each record, up to record s
-            for s in range(1, R):
-                slot_s = tl.sum(tl.where(i == s, slot, 0), axis=0)
-                real = (n < N) & (tl.sum(tl.where(i == s, live.to(tl.int32), 0), axis=0) != 0)
-                k_s = tl.load(key_ptr + slot_s * (G * N) + n, mask=real, other=0.0).to(WIDE)
-                g_s = tl.load(g_ptr + (slot_s * H + head) * N + n, mask=real, other=0.0)
-                since = tl.where((i < s)[:, None], since + g_s, 0.0)
-                row = tl.sum(keys * tl.exp(since) * k_s, axis=1)
-                over += tl.where(i[:, None] == s, row[None, :], 0.0)
+            held0, held1 = over_keys(tile * (k0 * first)), over_keys(tile * (k1 * both))
+            overlap = over_keys(k0 * second * k1)
         else:
-            over = tl.dot(keys, tl.trans(keys), acc=over, input_precision=PRECISION, out_dtype=WIDE)
-    if not CHANNEL:
-        over *= tl.exp(tl.cumsum(tl.where(earlier, g[:, None], 0.0), axis=0))
-    return tl.where(earlier, over, 0.0) * beta[:, None]
+            held0, held1 = over_keys(tile * k0) * first, over_keys(tile * k1) * both
+            overlap = over_keys(k0 * k1) * second
+        u0 = beta0 * (v0 - held0)
+        u1 = beta1 * (v1 - held1 - overlap * u0)
+    else:
+        u0, u1 = beta0 * v0, beta1 * v1
+    return tile * both + u0[:, :, None, None] * (k0 * second) + u1[:, :, None, None] * k1
 
 
 @triton.jit
 def fold(
     state_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, first, last, head, first_p,
     H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr, SLOTS: tl.constexpr,
-    BLOCK_P: tl.constexpr, FOLD_P: tl.constexpr, FOLD_N: tl.constexpr,
-    CHANNEL: tl.constexpr, DELTA: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    FOLD_P: tl.constexpr, ABREAST: tl.constexpr, BLOCK_N: tl.constexpr, LANES: tl.constexpr,
+    CHANNEL: tl.constexpr, DELTA: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Fold the records of tokens first .. last - 1 into rows first_p .. first_p + BLOCK_P - 1 of the state, in place.
-
-    The state is walked FOLD_P rows and FOLD_N keys at a time, so that few registers are needed: once to solve for the
-    writes (delta rules), once to add them. docs/math.md, section 2: U = B (I + A)^-T with B = beta (V - S_c K).
-    """
-    i = tl.arange(0, R)
-    key_ptr = k_ptr + head // (H // G) * N
-    for block in range(first, last, R):
-        token = block + i
-        live = token < last
-        slot = (token % SLOTS).to(tl.int32)
-        later = ((token + 1) % SLOTS).to(tl.int32)
-        has_later = (token + 1 < last) & (i < R - 1)
-        beta = tl.load(beta_ptr + slot * H + head, mask=live, other=0.0)
-        g = beta
-        if not CHANNEL:
-            g = tl.load(g_ptr + slot * H + head, mask=live, other=0.0)
-            g_later = tl.load(g_ptr + later * H + head, mask=has_later, other=0.0)
-            through = tl.exp(tl.cumsum(g, axis=0))
-            after = tl.exp(tl.cumsum(g_later, axis=0, reverse=True))
-            whole = tl.exp(tl.sum(g, axis=0))
-        if DELTA:
-            over = _overlaps(
-                key_ptr, g_ptr, g, beta, slot, live, head, H, G, N, FOLD_N, CHANNEL, WIDE, PRECISION
-            )  # fmt: skip
-        for piece in range(0, BLOCK_P, FOLD_P):
-            p = first_p + piece + tl.arange(0, FOLD_P)
-            u = tl.load(
-                v_ptr + (slot[None, :] * H + head) * P + p[:, None], mask=live[None, :] & (p[:, None] < P), other=0.0
-            ).to(WIDE)  # fmt: skip
-            if DELTA:
-                held = tl.zeros((FOLD_P, R), WIDE)
-                for first_n in range(0, N, FOLD_N):
-                    n = first_n + tl.arange(0, FOLD_N)
-                    keys = _load_keys(key_ptr, slot, live, n, G, N, WIDE)
-                    if CHANNEL:
-                        at = g_ptr + (slot[:, None] * H + head) * N + n
-                        keys *= tl.exp(tl.cumsum(tl.load(at, mask=live[:, None] & (n < N), other=0.0), axis=0))
-                    tile = tl.load(state_ptr + p[:, None] * N + n, mask=(p[:, None] < P) & (n < N), other=0.0)
-                    held = tl.dot(tile, tl.trans(keys), acc=held, input_precision=PRECISION, out_dtype=WIDE)
-                u -= held if CHANNEL else held * through[None, :]
-            u *= beta[None, :]
-            if DELTA:
-                for s in range(1, R):
-                    row = tl.sum(tl.where(i[:, None] == s, over, 0.0), axis=0)
-                    u -= tl.where(i[None, :] == s, tl.sum(u * row[None, :], axis=1)[:, None], 0.0)
-            if not CHANNEL:
-                u *= after[None, :]
-            for first_n in range(0, N, FOLD_N):
-                n = first_n + tl.arange(0, FOLD_N)
-                inside = (p[:, None] < P) & (n < N)
-                keys = _load_keys(key_ptr, slot, live, n, G, N, WIDE)
-                tile = tl.load(state_ptr + p[:, None] * N + n, mask=inside, other=0.0)
-                if CHANNEL:
-                    at = g_ptr + (slot[:, None] * H + head) * N + n
-                    at_later = g_ptr + (later[:, None] * H + head) * N + n
-                    tile *= tl.exp(tl.sum(tl.load(at, mask=live[:, None] & (n < N), other=0.0), axis=0))[None, :]
-                    g_later = tl.load(at_later, mask=has_later[:, None] & (n < N), other=0.0)
-                    keys *= tl.exp(tl.cumsum(g_later, axis=0, reverse=True))
-                else:
-                    tile *= whole
-                tile = tl.dot(u, keys, acc=tile, input_precision=PRECISION, out_dtype=WIDE)
-                tl.store(state_ptr + p[:, None] * N + n, tile, mask=inside)
-        tl.debug_barrier()  # other threads of this program read what was stored
+    """Fold the records of tokens first .. last - 1 into rows first_p .. first_p + FOLD_P - 1 of the state, in place."""
+    n = tile_keys(ABREAST, BLOCK_N, LANES)
+    p = tile_rows(first_p, FOLD_P, ABREAST)
+    count = (last - first).to(tl.int32)
+    k_ptr = four_a_thread(k_ptr, count)
+    slot0 = (first % SLOTS).to(tl.int32)
+    slot1 = tl.where(slot0 + 1 >= SLOTS, 0, slot0 + 1)
+    k0, v0, g0, beta0 = _record(
+        k_ptr, v_ptr, g_ptr, beta_ptr, slot0, count > 0, head, n, p, H, G, P, N, CHANNEL
+    )  # fmt: skip
+    k1, v1, g1, beta1 = _record(
+        k_ptr, v_ptr, g_ptr, beta_ptr, slot1, count > 1, head, n, p, H, G, P, N, CHANNEL
+    )  # fmt: skip
+    tile = load_tile(state_ptr, p, n, P, N, N == BLOCK_N and P % FOLD_P == 0)
+    while count > 0:
+        # two records are on their way while two are applied
+        slot0 = tl.where(slot1 + 1 >= SLOTS, 0, slot1 + 1)
+        slot1 = tl.where(slot0 + 1 >= SLOTS, 0, slot0 + 1)
+        k2, v2, g2, beta2 = _record(
+            k_ptr, v_ptr, g_ptr, beta_ptr, slot0, count > 2, head, n, p, H, G, P, N, CHANNEL
+        )  # fmt: skip
+        k3, v3, g3, beta3 = _record(
+            k_ptr, v_ptr, g_ptr, beta_ptr, slot1, count > 3, head, n, p, H, G, P, N, CHANNEL
+        )  # fmt: skip
+        tile = _apply_two(tile, k0, v0, g0, beta0, k1, v1, g1, beta1, CHANNEL, DELTA, WIDE)
+        k0, v0, g0, beta0, k1, v1, g1, beta1 = k2, v2, g2, beta2, k3, v3, g3, beta3
+        count -= 2
+    tl.store(state_ptr + p[:, :, None, None] * N + n, tile, mask=(p[:, :, None, None] < P) & (n < N))
+    tl.debug_barrier()  # other threads of this program may read what was stored
