@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import oracles
 import torch
+from backends import interpreted
 from draws import DEVICE, draw
 from hypothesis import strategies as st
 from retention import ReplayRetention
@@ -32,7 +33,10 @@ ORACLES: dict[str, Callable[..., tuple[oracles.Tokens, oracles.Trace]]] = {
 
 @dataclass(frozen=True)
 class Geometry:
-    """One way to build a layer; ``options`` are the constructor's own keyword arguments."""
+    """One way to build a layer; ``options`` are the constructor's own keyword arguments.
+
+    Where kernels are interpreted, a program a head, a layer with ``interpreted_heads`` has so many, in one key group.
+    """
 
     kind: str
     d_model: int
@@ -40,6 +44,7 @@ class Geometry:
     headdim: int
     d_state: int
     options: dict[str, object] = field(default_factory=dict)
+    interpreted_heads: int | None = None
 
     def __repr__(self) -> str:
         changed = ",".join(f"{name}={value}" for name, value in self.options.items())
@@ -50,13 +55,15 @@ class Geometry:
         return LAYERS[self.kind].recurrence.delta
 
     def but(self, **options: object) -> "Geometry":
-        return replace(self, options={**self.options, **options})
+        heads = None if {"ngroups", "norm_groups"} & options.keys() else self.interpreted_heads
+        return replace(self, options={**self.options, **options}, interpreted_heads=heads)
 
     def build(self, dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Module:
         torch.manual_seed(seed)
-        settings = {**self.options, "device": DEVICE, "dtype": dtype}
+        settings = {**self._options, "device": DEVICE, "dtype": dtype}
+        nheads, headdim, d_state = self._sizes
         if self.kind == "kda":
-            layer = replayssm.ReplayKDA(self.d_model, self.nheads, self.headdim, d_state=self.d_state, **settings)
+            layer = replayssm.ReplayKDA(self.d_model, nheads, headdim, d_state=d_state, **settings)
         else:
             layer = LAYERS[self.kind](self.d_model, *self._sizes, **settings)
         oracles.redraw(layer, seed)
@@ -69,7 +76,7 @@ class Geometry:
     def trace(self, layer: nn.Module, x: Tensor, scanned: Tensor | bool | None = None) -> oracles.Trace:
         """The token loop over x, in the dtype of x; scanned (Mamba-2 only): the tokens whose dt is clamped."""
         if scanned is not None:
-            return ORACLES[self.kind](layer, x, *self._sizes, **self.options, scanned=scanned)[1]
+            return ORACLES[self.kind](layer, x, *self._sizes, **self._options, scanned=scanned)[1]
         return self._oracle(layer, x)[1]
 
     def input(self, batch: int, t: int, seed: int = 1, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -77,17 +84,23 @@ class Geometry:
 
     @property
     def _sizes(self) -> tuple[int, int, int]:
-        return self.nheads, self.headdim, self.d_state
+        few = self.interpreted_heads is not None and interpreted()
+        return self.interpreted_heads if few else self.nheads, self.headdim, self.d_state
+
+    @property
+    def _options(self) -> dict[str, object]:
+        few = self.interpreted_heads is not None and interpreted()
+        return {**self.options, "ngroups": 1} if few and "ngroups" in self.options else self.options
 
     def _oracle(self, layer: nn.Module, x: Tensor) -> tuple[oracles.Tokens, oracles.Trace]:
-        return ORACLES[self.kind](layer, x, *self._sizes, **self.options)
+        return ORACLES[self.kind](layer, x, *self._sizes, **self._options)
 
 
 # The layers of the cases: few, odd sizes.
-M = Geometry("mamba2", 24, 6, 5, 7, {"ngroups": 2})
-G = Geometry("gated_deltanet", 24, 6, 5, 7, {"ngroups": 2})
-K = Geometry("kda", 24, 3, 5, 7, {"lower_bound": -5.0})
-R = Geometry("retention", 24, 3, 5, 7)
+M = Geometry("mamba2", 24, 6, 5, 7, {"ngroups": 2}, interpreted_heads=2)
+G = Geometry("gated_deltanet", 24, 6, 5, 7, {"ngroups": 2}, interpreted_heads=2)
+K = Geometry("kda", 24, 3, 5, 7, {"lower_bound": -5.0}, interpreted_heads=1)
+R = Geometry("retention", 24, 3, 5, 7, interpreted_heads=1)
 CASES = [M, G, K]
 
 # One geometry for every constructor option that changes the maths, and sizes that are no multiples of anything.

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from backends import interpreted
 from draws import draw
 from geometries import windows
 from hypothesis import strategies as st
@@ -40,7 +41,7 @@ def programs(draw, reject: bool = False, flush: bool = False, longest: int = 9) 
     step_tokens = draw(st.integers(1, 5))
     window = draw(windows(step_tokens))
     actions = []
-    for _ in range(draw(st.integers(1, longest))):
+    for _ in range(draw(st.integers(1, longest // 2 if interpreted() else longest))):
         t = draw(st.integers(1, step_tokens) | st.integers(1, step_tokens) | st.integers(1, step_tokens + 9))
         partly = reject and t <= step_tokens
         kept = tuple(draw(st.integers(0, t)) if partly else t for _ in range(BATCH))
@@ -100,8 +101,9 @@ def poison(cache: replayssm.ReplayStateCache, value: float = torch.nan) -> None:
         for row in range(cache.batch):
             alive = live_slots(cache, row)
             dead = [slot for slot in range(state.ring.v.shape[1]) if slot not in alive]
-            for ring in state.ring:
-                ring[row, dead] = value
+            for name, ring in state.tensors().items():
+                if name.startswith("ring."):
+                    ring[row, dead] = value
             seqlen = int(cache.seqlen[row])
             recent = {token % slots for token in range(max(0, seqlen - (state.geometry.d_conv - 1)), seqlen)}
             state.conv[row, [slot for slot in range(slots) if slot not in recent]] = value

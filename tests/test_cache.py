@@ -4,16 +4,18 @@ import copy
 
 import pytest
 import torch
+from backends import both_backends, given
 from budgets import assert_e64
 from draws import DEVICE, draw, on_the_host, seeds
 from geometries import G, K, M, R, decode_in_pieces, windows
-from hypothesis import given
 from hypothesis import strategies as st
 from refusals import assert_unchanged, refused, snapshot
 from running import running, step, tensor
 from torch import nn
 
 from replayssm import ReplayStateCache
+
+pytestmark = both_backends
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,8 @@
 """Arguments of a step and of the cache: what can be seen to be wrong is refused, what cannot be seen is reported."""
 
-import importlib.util
-import sys
-
 import pytest
 import torch
+from backends import both_backends
 from budgets import assert_e64
 from draws import DEVICE, draw, on_the_host
 from geometries import CASES, G, M, R
@@ -15,7 +13,6 @@ import replayssm.cache.layer_state
 import replayssm.cache.state_cache
 import replayssm.cache.step
 from replayssm import ReplayStateCache
-from replayssm.ops import decode
 
 
 @pytest.mark.parametrize(
@@ -56,38 +53,6 @@ def test_a_cache_that_cannot_be_is_refused(arguments, words):
 def test_what_does_not_exist_is_refused_with_what_does(arguments, words):
     with refused(NotImplementedError, "ReplayStateCache", *words):
         ReplayStateCache([M.build()], 1, **arguments)
-
-
-@on_the_host
-def test_kernels_are_refused_on_a_cpu_without_the_interpreter(monkeypatch):
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    with refused(RuntimeError, "ReplayStateCache", "backend must", "'torch'", "on cpu", "'triton'", "GPU"):
-        ReplayStateCache([M.build()], 1, backend="triton")
-
-
-def test_kernels_are_refused_where_triton_cannot_be_imported(monkeypatch):
-    monkeypatch.setitem(sys.modules, "triton.knobs", None)
-    with refused(RuntimeError, "ReplayStateCache", "backend must", "'torch'", "'triton'", "Install triton"):
-        ReplayStateCache([M.build()], 1, backend="triton")
-
-
-@pytest.mark.parametrize(("place", "backend"), [("cpu", "torch"), ("meta", "torch"), ("cuda", "triton")])
-def test_auto_is_triton_on_a_gpu_where_triton_is_installed_and_torch_elsewhere(monkeypatch, place, backend):
-    found = {"triton": True}
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found.get(name))
-    assert decode.choose("a test", "auto", torch.device(place)) == backend
-    found.clear()
-    assert decode.choose("a test", "auto", torch.device(place)) == "torch"
-
-
-def test_an_estimate_is_of_the_backend_that_its_device_would_get(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
-    layer = G.build()
-    plain, kernels = (ReplayStateCache.estimate([layer], 2, backend=name) for name in ("torch", "triton"))
-    assert kernels["ring"] - plain["ring"] == 2 * 17 * G.nheads * G.headdim * 8  # u, fp64
-    assert ReplayStateCache.estimate([layer], 2, device="cuda") == kernels
-    assert ReplayStateCache.estimate([layer], 2, device="cpu") == plain
-    assert ReplayStateCache.estimate([layer.to("meta")], 2) == plain
 
 
 def test_draft_trees_are_refused():
@@ -150,6 +115,7 @@ def test_a_step_under_autograd_is_refused(geometry):
     assert all(not tensor.requires_grad for tensor in cache.tensors().values())
 
 
+@both_backends
 @on_the_host
 @pytest.mark.parametrize(
     ("rows", "words"),
@@ -217,6 +183,7 @@ def test_more_tokens_than_max_seqlen_are_refused():
     assert cache.seqlen.tolist() == [9, 9, 8]
 
 
+@both_backends
 def test_values_that_cannot_be_read_are_clamped_and_reported(monkeypatch):
     """As on a GPU, where reading a count would wait for the device."""
     for module in (replayssm.cache.step, replayssm.cache.state_cache, replayssm.cache.layer_state):
@@ -238,6 +205,7 @@ def test_values_that_cannot_be_read_are_clamped_and_reported(monkeypatch):
     cache.check()
 
 
+@both_backends
 def test_padding_between_tokens_is_packed_and_reported_where_it_cannot_be_read(monkeypatch):
     monkeypatch.setattr(replayssm.cache.step, "readable", lambda tensor: False)
     layer = M.build()
@@ -255,6 +223,7 @@ def test_padding_between_tokens_is_packed_and_reported_where_it_cannot_be_read(m
     assert_e64(cache[0].state()[[0, 2]], alone[0].state()[[0, 2]], "state")
 
 
+@both_backends
 def test_tokens_beyond_max_seqlen_are_dropped_and_reported_where_they_cannot_be_counted(monkeypatch):
     monkeypatch.setattr(replayssm.cache.step, "readable", lambda tensor: False)
     layer = M.build()

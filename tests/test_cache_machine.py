@@ -7,11 +7,19 @@ import copy
 
 import pytest
 import torch
+from backends import both_backends, settings_now
 from budgets import assert_e64
 from draws import DEVICE, draw, seeds
 from geometries import G, Geometry, K, M, R, windows
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from programs import poison
 from torch import Tensor
 
@@ -202,8 +210,13 @@ class UnreadableMachine(CacheMachine):
         self.patches.undo()
 
 
-TestMamba2 = Mamba2Machine.TestCase
-TestGatedDeltaNet = GatedDeltaNetMachine.TestCase
-TestKDA = KDAMachine.TestCase
-TestRetention = RetentionMachine.TestCase
-TestUnreadableValues = UnreadableMachine.TestCase
+@both_backends
+@pytest.mark.parametrize(
+    "machine", [Mamba2Machine, GatedDeltaNetMachine, KDAMachine, RetentionMachine], ids=lambda machine: machine.__name__
+)
+def test_any_use_of_a_cache_leaves_the_states_of_the_accepted_tokens(machine):
+    run_state_machine_as_test(machine, settings=settings_now())
+
+
+def test_so_it_does_where_values_cannot_be_read():
+    run_state_machine_as_test(UnreadableMachine, settings=settings_now())

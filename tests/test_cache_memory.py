@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from backends import both_backends
 from draws import DEVICE, draw
 from geometries import CASES, R
 from running import tensor
@@ -34,6 +35,7 @@ class Allocations(TorchDispatchMode):
         return result
 
 
+@both_backends
 @settings
 @every_layer
 def test_nbytes_is_what_the_cache_holds_to_the_byte(geometry, settings):
@@ -66,6 +68,7 @@ def storages_of(cache: ReplayStateCache) -> list[torch.UntypedStorage]:
     return found
 
 
+@both_backends
 @settings
 @every_layer
 def test_the_estimate_equals_the_cache_and_allocates_nothing(geometry, settings):
@@ -94,6 +97,7 @@ def test_the_parts_are_the_sizes_of_the_records(geometry):
     assert parts["conv"] == 3 * (width - 1 + 2) * channels * 2
 
 
+@both_backends
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 @every_layer
 def test_the_checkpoint_is_never_narrower_than_fp32_or_the_layer(geometry, dtype):
@@ -104,6 +108,7 @@ def test_the_checkpoint_is_never_narrower_than_fp32_or_the_layer(geometry, dtype
     assert state.ring.k.dtype == state.ring.v.dtype == state.conv.dtype == dtype
 
 
+@both_backends
 @pytest.mark.parametrize("window", [0, 5])
 @every_layer
 def test_no_cache_memory_is_allocated_after_the_cache_is_built(geometry, window):
@@ -124,6 +129,7 @@ def test_no_cache_memory_is_allocated_after_the_cache_is_built(geometry, window)
     assert (cache.seqlen.data_ptr(), cache.flushed.data_ptr()) == counters
 
 
+@both_backends
 def test_a_cache_lies_where_its_layers_lie():
     """One layer on meta, one on the device under test; no memory of another device is touched."""
     here, nowhere = CASES[0].build(), CASES[1].build().to("meta")

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from backends import both_backends
 from budgets import assert_e64
 from draws import DEVICE
 from geometries import CASES, Geometry, M, decode_in_pieces
@@ -78,6 +79,7 @@ def test_rc12_one_formula_on_every_path(norm, dt_limits):
     assert_e64(cache[0].state(), exact.states[:, -1], "state")
 
 
+@both_backends
 @pytest.mark.parametrize("dt_limits", [(0.5, math.inf), (0.0, 0.9), (0.5, 0.9)], ids=str)
 def test_rc12_dt_is_clamped_in_a_scan_and_never_in_a_step(dt_limits):
     geometry = M.but(dt_limits=dt_limits)

@@ -1,4 +1,7 @@
-"""Cases RC-24, RC-25 and RC-28: sizes of every kind, heads and their groups, memory of long inputs."""
+"""Cases RC-24, RC-25 and RC-28: sizes of every kind, heads and their groups, memory of long inputs.
+
+On plain PyTorch alone: the kernels meet sizes and groups in test_triton_decode.py, with fewer programs to interpret.
+"""
 
 import pytest
 import torch

@@ -2,16 +2,17 @@
 
 import pytest
 import torch
+from backends import both_backends, given
 from budgets import assert_e64, assert_same_bits
 from draws import DEVICE, on_the_host
 from geometries import CASES
-from hypothesis import given
 from hypothesis import strategies as st
 from refusals import refused
 from running import step, tensor
 
 from replayssm import ReplayStateCache
 
+pytestmark = both_backends
 every_layer = pytest.mark.parametrize("geometry", CASES, ids=lambda g: g.kind)
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from backends import both_backends, interpreted
 from budgets import assert_e64
 from draws import DEVICE, draw
 from geometries import G, K, M
@@ -10,7 +11,8 @@ from running import step
 
 from replayssm import ReplayStateCache
 
-ROUNDS = 300
+pytestmark = both_backends
+ROUNDS, INTERPRETED = 300, 12
 
 
 IN_EVERY_RUN = [(M, 5), (G, 8), (K, 16)]
@@ -23,10 +25,10 @@ AT_NIGHT = [(M, 8), (M, 16), (G, 5), (G, 16), (K, 5), (K, 8)]
     ids=lambda value: str(getattr(value, "kind", value)),
 )
 def test_rc13_the_state_after_every_round_is_that_of_the_accepted_tokens(geometry, window):
-    layer = geometry.build()
+    layer, rounds = geometry.build(), INTERPRETED if interpreted() else ROUNDS
     generator = torch.Generator().manual_seed(window)
-    sizes = torch.randint(1, 6, (ROUNDS,), generator=generator)
-    kept = (torch.rand(ROUNDS, 3, generator=generator) * (sizes + 1)[:, None]).long()  # 0 .. t of each row
+    sizes = torch.randint(1, 6, (rounds,), generator=generator)
+    kept = (torch.rand(rounds, 3, generator=generator) * (sizes + 1)[:, None]).long()  # 0 .. t of each row
     ends = kept.cumsum(0)
     stream = geometry.input(3, int(ends.max()))
     exact = geometry.trace(layer, stream)
@@ -51,4 +53,4 @@ def test_rc13_the_state_after_every_round_is_that_of_the_accepted_tokens(geometr
         assert_e64(torch.cat(outputs[row]), exact.output[row, : int(ends[-1, row])], f"row {row}")
     expected = torch.stack([history[torch.arange(3), counts.to(DEVICE)] for counts in ends])
     assert_e64(torch.stack(states), expected, "state after each round")
-    assert int((sizes[:, None] - kept).sum()) > 500  # many drafts were rejected
+    assert int((sizes[:, None] - kept).sum()) > 1.5 * rounds  # many drafts were rejected

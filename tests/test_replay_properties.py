@@ -2,16 +2,17 @@
 
 import pytest
 import torch
+from backends import both_backends, given
 from budgets import assert_e32, assert_e64, assert_same_bits, e32
 from draws import DEVICE, draw, same_bits_everywhere, seeds
 from geometries import CASES, R, decode_in_pieces, geometries, windows
-from hypothesis import given
 from hypothesis import strategies as st
 from passthrough import PASSTHROUGH
 from programs import BATCH, Program, poison, programs, run
 
 import replayssm
 
+pytestmark = both_backends
 every_layer = pytest.mark.parametrize("geometry", [*CASES, R], ids=lambda g: g.kind)
 
 
