@@ -33,7 +33,8 @@ def ragged(*layers, window=5):
 @pytest.mark.parametrize("index", [(2, 0, 1), (1, 1, 1), (0, 2, 2)], ids=str)
 def test_reorder_moves_everything_that_belongs_to_a_row(geometry, index):
     layer = geometry.build()
-    cache, before, x = ragged(layer), snapshot(ragged(layer)), draw(50, 3, 2, 24)
+    cache, x = ragged(layer), draw(50, 3, 2, 24)
+    before = snapshot(cache)
     twin = ragged(layer)
     cache.reorder(tensor(*index))
     for name, value in snapshot(cache).items():
@@ -57,7 +58,8 @@ def test_copied_rows_continue_as_their_source(geometry):
 
 def test_copy_rows_reads_every_source_before_it_writes():
     layer = M.build()
-    cache, before = ragged(layer), snapshot(ragged(layer))
+    cache = ragged(layer)
+    before = snapshot(cache)
     cache.copy_rows([0, 1], tensor(1, 0))
     for name, value in snapshot(cache).items():
         assert_same_bits(value, before[name][[1, 0, 2]], name)
@@ -112,7 +114,8 @@ def test_rows_outside_the_cache_are_refused(method, rows):
 @pytest.mark.parametrize("rows", [1, [1], tensor(1)], ids=["int", "list", "tensor"])
 def test_reset_starts_a_row_afresh_and_leaves_the_others(geometry, rows):
     layer = geometry.build()
-    cache, before, x = ragged(layer), snapshot(ragged(layer)), draw(50, 3, 5, 24)
+    cache, x = ragged(layer), draw(50, 3, 5, 24)
+    before = snapshot(cache)
     cache.reset(rows)
     for name, value in snapshot(cache).items():
         assert_same_bits(value[[0, 2]], before[name][[0, 2]], name)
@@ -125,7 +128,8 @@ def test_reset_starts_a_row_afresh_and_leaves_the_others(geometry, rows):
 @every_layer
 def test_flush_folds_the_rows_that_were_named_and_changes_no_state(geometry):
     layer = geometry.build()
-    cache, before = ragged(layer), snapshot(ragged(layer))
+    cache = ragged(layer)
+    before = snapshot(cache)
     states, seqlen = cache[0].state(), cache.seqlen.clone()
     cache.flush([0, 2])
     assert torch.equal(cache.seqlen, seqlen)
@@ -200,7 +204,8 @@ def test_rows_in_any_order_equal_all_rows_in_order(step_tokens):
 @every_layer
 def test_a_step_writes_the_slots_of_its_real_tokens_and_no_others(geometry):
     layer, x = geometry.build(), draw(50, 3, 3, 24)
-    cache, before = ragged(layer, window=9), snapshot(ragged(layer, window=9))
+    cache = ragged(layer, window=9)
+    before = snapshot(cache)
     start, flushed = cache.seqlen.tolist(), cache.flushed.tolist()
     lengths = [2, 0, 3]
     step(cache, [layer], x, attention_mask=torch.arange(3, device=DEVICE) < tensor(*lengths)[:, None])
@@ -223,7 +228,8 @@ def test_a_step_writes_the_slots_of_its_real_tokens_and_no_others(geometry):
 def test_a_row_that_is_off_keeps_every_bit_pending_records_too(geometry, on, t):
     """Its own records would not fit beside the tokens that the others are given."""
     layer = geometry.build()
-    cache, before = ragged(layer), snapshot(ragged(layer))
+    cache = ragged(layer)
+    before = snapshot(cache)
     off = [row for row in range(3) if row != on]
     assert (cache.seqlen - cache.flushed)[off].max() > 0
     step(cache, [layer], draw(50, 2, t, 24), rows=tensor(-1, on))
