@@ -1,6 +1,8 @@
-"""How a launch cuts a state into programs of one warp."""
+"""How a launch cuts states into programs of one warp."""
 
 from typing import NamedTuple
+
+from replayssm.ops.records import Recurrence
 
 
 class Tiling(NamedTuple):
@@ -11,7 +13,7 @@ class Tiling(NamedTuple):
         read_p: rows of them that it holds at once.
         fold_p: rows of a state that a program folds.
         records: records that a program reads at once.
-        registers: most a thread may have, or None; few let more programs share a processor.
+        registers: most that a thread may have, or None; with few, more programs share a processor.
         flushers: most programs of a step that fold.
     """
 
@@ -23,15 +25,21 @@ class Tiling(NamedTuple):
     flushers: int = 2112  # 16 on each of 132 processors
 
 
-# the best of a sweep on an H200 with triton 3.6, at batch 256 and 32 (LARGE) and 1 and 8 (SMALL)
-LARGE = Tiling(128, 16, 16, 8, 168), Tiling(64, 16, 16, 16, 128)
-SMALL = Tiling(32, 32, 8, 16, None), Tiling(16, 16, 8, 16, None)
+# The best of sweeps on an H200, triton 3.6, d_state 128, bf16, window 16 (CHANGELOG.md, Performance); tallest first.
+PLAIN = Tiling(64, 16, 16, 16, 128), Tiling(32, 32, 8, 16, None), Tiling(16, 16, 8, 16, None)
+DELTA = Tiling(128, 16, 16, 8, 168), Tiling(64, 16, 16, 8, 144), *PLAIN[1:]
+CHANNEL = Tiling(128, 16, 16, 8, 200), Tiling(64, 16, 8, 8, 128), Tiling(32, 16, 8, 8, None), Tiling(16, 16, 8, 8, None)
 ENOUGH = 1000  # programs that keep such a processor busy
 
 
-def choose_tiling(batch: int, nheads: int, headdim: int) -> Tiling:
-    """The tallest programs of which there are enough; short states have short ones."""
-    for tiling in LARGE + SMALL[:1]:
+def choose_tiling(batch: int, nheads: int, headdim: int, d_state: int, recurrence: Recurrence) -> Tiling:
+    """The tallest programs of which there are enough; a state of more than 128 keys is held in shorter pieces."""
+    tilings = CHANNEL if recurrence.decay == "channel" else DELTA if recurrence.delta else PLAIN
+    chosen = tilings[-1]
+    for tiling in tilings:
         if tiling.block_p < 2 * headdim and batch * nheads * -(-headdim // tiling.block_p) >= ENOUGH:
-            return tiling
-    return SMALL[-1]
+            chosen = tiling
+            break
+    shorter = max(1, -(-d_state // 128))
+    rows = max(4, chosen.read_p >> (shorter - 1).bit_length()), max(4, chosen.fold_p >> (shorter - 1).bit_length())
+    return chosen._replace(read_p=rows[0], fold_p=rows[1])

@@ -22,8 +22,8 @@ from replayssm.ops.triton_tokens import tokens_kernel
 ABREAST, LANES = 4, 32  # of a tile; 4 rows of 8 threads with 4 keys each
 FEW = 528  # programs that fold when there is little to fold: 4 on each of 132 processors
 
-# Axes: H value heads, G key groups, P headdim, N d_state, R records; n and p are indices of keys and of rows of a state.
-# A name ending in _ptr points at the row of the cache that the program works on. Tiles of the state: see triton_fold.
+# Axes: H value heads, G key groups, P headdim, N d_state; n and p are indices of keys and of rows of a state. A name
+# ending in _ptr points at the row of the cache that the program works on. Tiles of the state: see triton_fold.
 
 
 @triton.jit
@@ -47,8 +47,8 @@ def flush_kernel(
 
 @triton.jit
 def _nth_to_flush(wanted, flushing, rows, batch, BLOCK_B: tl.constexpr):
-    """The row of the call that is the wanted-th, from 0, of those to flush, and how many there are."""
-    found = 0
+    """The row of the call that is the wanted-th, from 0, of those to flush (-1 if there is none), and their number."""
+    found = -1
     count = 0
     for first in range(0, batch, BLOCK_B):
         called = first + tl.arange(0, BLOCK_B)
@@ -57,7 +57,7 @@ def _nth_to_flush(wanted, flushing, rows, batch, BLOCK_B: tl.constexpr):
             row = tl.load(rows + called, mask=called < batch, other=-1)
         due = tl.load(flushing + row, mask=(called < batch) & (row >= 0), other=0).to(tl.int32)
         place = count + tl.cumsum(due, axis=0) - 1
-        found += tl.sum(tl.where((place == wanted) & (due != 0), called, 0), axis=0)
+        found += tl.sum(tl.where((place == wanted) & (due != 0), called + 1, 0), axis=0)
         count += tl.sum(due, axis=0)
     return found, count
 
@@ -69,7 +69,7 @@ def _replay_token(
     H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr, SLOTS: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr, READ_P: tl.constexpr,
     ABREAST: tl.constexpr, BLOCK_N: tl.constexpr, LANES: tl.constexpr,
-    CHANNEL: tl.constexpr, DELTA: tl.constexpr, WIDE: tl.constexpr,
+    CHANNEL: tl.constexpr, DELTA: tl.constexpr, WIDE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The output of one new token for BLOCK_P rows of a state, from the state and count live records; append it."""
     OUTER: tl.constexpr = BLOCK_N // LANES
@@ -87,10 +87,9 @@ def _replay_token(
         g = tl.load(g_new + head)
         q_tile = tl.load(four_a_thread(q_ptr, start_slot) + n_tile, mask=n_tile < N, other=0.0).to(WIDE)
         k_tile = tl.load(four_a_thread(new_k_ptr, start_slot) + n_tile, mask=n_tile < N, other=0.0).to(WIDE)
-    at_once: tl.constexpr = BLOCK_P == READ_P
-    if at_once:  # a small batch: the state is on its way while the records are read
+    if EARLY:  # the state is on its way while the records are read; READ_P is BLOCK_P then
         tile = load_tile(
-            state_ptr, tile_rows(p_tile * BLOCK_P, READ_P, ABREAST), n_tile, P, N, N == BLOCK_N and P % BLOCK_P == 0
+            state_ptr, tile_rows(p_tile * BLOCK_P, READ_P, ABREAST), n_tile, P, N, P % BLOCK_P == 0, N == BLOCK_N
         )
     for_q, for_k, elapsed = from_records(
         q, k, g, k_ptr, v_ptr, g_ptr, beta_ptr, u_ptr, start_slot, count, head, n, p,
@@ -106,9 +105,9 @@ def _replay_token(
     state_q = tl.zeros((BLOCK_P // READ_P, ABREAST, READ_P // ABREAST), WIDE)
     state_k = tl.zeros((BLOCK_P // READ_P, ABREAST, READ_P // ABREAST), WIDE)
     for i in range(BLOCK_P // READ_P):
-        if not at_once:
+        if not EARLY:
             p_row = tile_rows(p_tile * BLOCK_P + i * READ_P, READ_P, ABREAST)
-            tile = load_tile(state_ptr, p_row, n_tile, P, N, N == BLOCK_N and P % BLOCK_P == 0)
+            tile = load_tile(state_ptr, p_row, n_tile, P, N, P % BLOCK_P == 0, N == BLOCK_N)
         state_q = tl.where(piece == i, over_keys(tile * q_tile)[None], state_q)
         if DELTA:
             state_k = tl.where(piece == i, over_keys(tile * k_tile)[None], state_k)
@@ -144,11 +143,10 @@ def token_kernel(
     if folds:
         TILES: tl.constexpr = (P + FOLD_P - 1) // FOLD_P
         called, count = _nth_to_flush(item // (H * TILES), flushing, rows, batch, BLOCK_B)
-        items = count * (H * TILES)
         # few at a time leave the others room to read, unless there is much to fold
-        sharers = tl.minimum(flushers, tl.maximum(FEW, items // 16))
-        items = tl.where(item < sharers, items, 0)
-        while item < items:
+        sharers = tl.minimum(flushers, tl.maximum(FEW, count * (H * TILES) // 16))
+        called = tl.where(item < sharers, called, -1)
+        while called >= 0:
             at = called.to(tl.int64)
             row = at
             if rows is not None:
@@ -157,16 +155,17 @@ def token_kernel(
             state_ptr = state + row * state_stride + head * P * N
             k_ptr, v_ptr, g_ptr = k + row * k_stride, v + row * v_stride, g + row * g_stride
             beta_ptr, u_ptr = beta + row * beta_stride, u + row * u_stride
-            start = tl.load(seqlen + row)
+            start, first = tl.load(seqlen + row), tl.load(flushed + row)
+            start_slot = (start % SLOTS).to(tl.int32)
             fold(
-                state_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, tl.load(flushed + row), start, head, item % TILES * FOLD_P,
+                state_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, first, start, head, item % TILES * FOLD_P,
                 H, G, P, N, SLOTS, FOLD_P, ABREAST, BLOCK_N, LANES, CHANNEL, DELTA, WIDE,
             )  # fmt: skip
             _replay_token(
                 y + at * (H * P), state_ptr, q_new + at * q_token, k_new + at * k_token, v_new + at * v_token,
                 g_new + at * g_token, beta_new + at * beta_token, k_ptr, v_ptr, g_ptr, beta_ptr, u_ptr,
-                (start % SLOTS).to(tl.int32), 0, head, item % TILES,
-                H, G, P, N, SLOTS, BLOCK_R, FOLD_P, FOLD_P, ABREAST, BLOCK_N, LANES, CHANNEL, DELTA, WIDE,
+                start_slot, 0, head, item % TILES,
+                H, G, P, N, SLOTS, BLOCK_R, FOLD_P, FOLD_P, ABREAST, BLOCK_N, LANES, CHANNEL, DELTA, WIDE, False,
             )  # fmt: skip
             item += sharers
             called, count = _nth_to_flush(item // (H * TILES), flushing, rows, batch, BLOCK_B)
@@ -191,6 +190,7 @@ def token_kernel(
                 beta + row * beta_stride, u + row * u_stride,
                 (start % SLOTS).to(tl.int32), (start - first).to(tl.int32), head, item % READ_TILES,
                 H, G, P, N, SLOTS, BLOCK_R, BLOCK_P, READ_P, ABREAST, BLOCK_N, LANES, CHANNEL, DELTA, WIDE,
+                BLOCK_P == READ_P,
             )  # fmt: skip
 
 
@@ -238,7 +238,7 @@ def replay(
     sizes = nheads, ngroups, headdim, d_state, slots
     block_n = triton.next_power_of_2(d_state)
     rule = recurrence.decay == "channel", recurrence.delta, _wide(checkpoint)
-    tiling = tiling or choose_tiling(batch, nheads, headdim)
+    tiling = tiling or choose_tiling(batch, nheads, headdim, d_state, recurrence)
     programs = batch * nheads * triton.cdiv(headdim, tiling.block_p)
     at_once = triton.next_power_of_2(slots - t)  # records that can be live
     if t > 1:
@@ -272,7 +272,7 @@ def flush(
     Cost: one state read and one written for these rows.
     """
     batch, nheads, headdim, d_state = checkpoint.shape
-    tiling = tiling or choose_tiling(batch, nheads, headdim)
+    tiling = tiling or choose_tiling(batch, nheads, headdim, d_state, recurrence)
     block_n = triton.next_power_of_2(d_state)
     flush_kernel[(batch * nheads * triton.cdiv(headdim, tiling.fold_p),)](
         which, checkpoint, *ring, seqlen, flushed, checkpoint.stride(0), *(x.stride(0) for x in ring),

@@ -5,8 +5,8 @@ import triton.language as tl
 
 # Axes: H value heads, G key groups, P headdim, N d_state. A tile of the state is (ABREAST, deep, outer, LANES): row p =
 # deep * ABREAST + abreast, key n = outer * LANES + lane. The threads of a warp lie along abreast and lanes, eight to a
-# row, so that a sum over keys stays mostly in one thread. Keys are loaded once for every row abreast, hence in the layout
-# of the tile: nothing is moved between threads to multiply them.
+# row, so that a sum over keys stays mostly in one thread. Keys are loaded once for every row abreast, hence in the
+# layout of the tile: nothing is moved between threads to multiply them.
 # A name ending in _ptr points at the row of the cache that the program works on, state_ptr at the head of it.
 
 
@@ -34,12 +34,19 @@ def tile_rows(first, ROWS: tl.constexpr, ABREAST: tl.constexpr):
 
 
 @triton.jit
-def load_tile(
-    state_ptr, p, n, P: tl.constexpr, N: tl.constexpr, WHOLE: tl.constexpr,
-):  # fmt: skip
-    """(ABREAST, deep, outer, LANES); no mask where the sizes are such (WHOLE) that it would be true everywhere."""
-    pointer = state_ptr + p[:, :, None, None] * N + n
+def within(also, index, SIZE: tl.constexpr, WHOLE: tl.constexpr):
+    """A mask: also, and the index in range, which is left out where the sizes are such (WHOLE) that it always is."""
     if WHOLE:
+        return also
+    else:
+        return also & (index < SIZE)
+
+
+@triton.jit
+def load_tile(state_ptr, p, n, P: tl.constexpr, N: tl.constexpr, WHOLE_P: tl.constexpr, WHOLE_N: tl.constexpr):
+    """(ABREAST, deep, outer, LANES)"""
+    pointer = state_ptr + p[:, :, None, None] * N + n
+    if WHOLE_P and WHOLE_N:
         return tl.load(pointer)
     else:
         return tl.load(pointer, mask=(p[:, :, None, None] < P) & (n < N), other=0.0)
@@ -54,13 +61,14 @@ def over_keys(x):
 @triton.jit
 def _record(
     k_ptr, v_ptr, g_ptr, beta_ptr, slot, real, head, n, p,
-    H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr, CHANNEL: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
+    CHANNEL: tl.constexpr, WHOLE_P: tl.constexpr, WHOLE_N: tl.constexpr,
 ):  # fmt: skip
     """k, v, g and beta as they stand in a slot; if it is not real zeros, which change nothing."""
-    k = tl.load(k_ptr + (slot * G + head // (H // G)) * N + n, mask=real & (n < N), other=0.0)
-    v = tl.load(v_ptr + (slot * H + head) * P + p, mask=real & (p < P), other=0.0)
+    k = tl.load(k_ptr + (slot * G + head // (H // G)) * N + n, mask=within(real, n, N, WHOLE_N), other=0.0)
+    v = tl.load(v_ptr + (slot * H + head) * P + p, mask=within(real, p, P, WHOLE_P), other=0.0)
     if CHANNEL:
-        g = tl.load(g_ptr + (slot * H + head) * N + n, mask=real & (n < N), other=0.0)
+        g = tl.load(g_ptr + (slot * H + head) * N + n, mask=within(real, n, N, WHOLE_N), other=0.0)
     else:
         g = tl.load(g_ptr + slot * H + head, mask=real, other=0.0)
     return k, v, g, tl.load(beta_ptr + slot * H + head, mask=real, other=0.0)
@@ -85,7 +93,11 @@ def _apply_two(
         u1 = beta1 * (v1 - held1 - overlap * u0)
     else:
         u0, u1 = beta0 * v0, beta1 * v1
-    return tile * both + u0[:, :, None, None] * (k0 * second) + u1[:, :, None, None] * k1
+    if CHANNEL:
+        k0 *= second
+    else:
+        u0 *= second
+    return tile * both + u0[:, :, None, None] * k0 + u1[:, :, None, None] * k1
 
 
 @triton.jit
@@ -96,6 +108,8 @@ def fold(
     CHANNEL: tl.constexpr, DELTA: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Fold the records of tokens first .. last - 1 into rows first_p .. first_p + FOLD_P - 1 of the state, in place."""
+    WHOLE_P: tl.constexpr = P % FOLD_P == 0
+    WHOLE_N: tl.constexpr = N == BLOCK_N
     n = tile_keys(ABREAST, BLOCK_N, LANES)
     p = tile_rows(first_p, FOLD_P, ABREAST)
     count = (last - first).to(tl.int32)
@@ -103,24 +117,28 @@ def fold(
     slot0 = (first % SLOTS).to(tl.int32)
     slot1 = tl.where(slot0 + 1 >= SLOTS, 0, slot0 + 1)
     k0, v0, g0, beta0 = _record(
-        k_ptr, v_ptr, g_ptr, beta_ptr, slot0, count > 0, head, n, p, H, G, P, N, CHANNEL
+        k_ptr, v_ptr, g_ptr, beta_ptr, slot0, count > 0, head, n, p, H, G, P, N, CHANNEL, WHOLE_P, WHOLE_N
     )  # fmt: skip
     k1, v1, g1, beta1 = _record(
-        k_ptr, v_ptr, g_ptr, beta_ptr, slot1, count > 1, head, n, p, H, G, P, N, CHANNEL
+        k_ptr, v_ptr, g_ptr, beta_ptr, slot1, count > 1, head, n, p, H, G, P, N, CHANNEL, WHOLE_P, WHOLE_N
     )  # fmt: skip
-    tile = load_tile(state_ptr, p, n, P, N, N == BLOCK_N and P % FOLD_P == 0)
+    tile = load_tile(state_ptr, p, n, P, N, WHOLE_P, WHOLE_N)
     while count > 0:
         # two records are on their way while two are applied
         slot0 = tl.where(slot1 + 1 >= SLOTS, 0, slot1 + 1)
         slot1 = tl.where(slot0 + 1 >= SLOTS, 0, slot0 + 1)
         k2, v2, g2, beta2 = _record(
-            k_ptr, v_ptr, g_ptr, beta_ptr, slot0, count > 2, head, n, p, H, G, P, N, CHANNEL
+            k_ptr, v_ptr, g_ptr, beta_ptr, slot0, count > 2, head, n, p, H, G, P, N, CHANNEL, WHOLE_P, WHOLE_N
         )  # fmt: skip
         k3, v3, g3, beta3 = _record(
-            k_ptr, v_ptr, g_ptr, beta_ptr, slot1, count > 3, head, n, p, H, G, P, N, CHANNEL
+            k_ptr, v_ptr, g_ptr, beta_ptr, slot1, count > 3, head, n, p, H, G, P, N, CHANNEL, WHOLE_P, WHOLE_N
         )  # fmt: skip
         tile = _apply_two(tile, k0, v0, g0, beta0, k1, v1, g1, beta1, CHANNEL, DELTA, WIDE)
         k0, v0, g0, beta0, k1, v1, g1, beta1 = k2, v2, g2, beta2, k3, v3, g3, beta3
         count -= 2
-    tl.store(state_ptr + p[:, :, None, None] * N + n, tile, mask=(p[:, :, None, None] < P) & (n < N))
+    pointer = state_ptr + p[:, :, None, None] * N + n
+    if WHOLE_P and WHOLE_N:
+        tl.store(pointer, tile)
+    else:
+        tl.store(pointer, tile, mask=(p[:, :, None, None] < P) & (n < N))
     tl.debug_barrier()  # other threads of this program may read what was stored

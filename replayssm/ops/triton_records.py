@@ -28,7 +28,7 @@ def from_records(
     H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr, SLOTS: tl.constexpr, BLOCK_R: tl.constexpr,
     CHANNEL: tl.constexpr, DELTA: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """What the count live records hold for q and for k (n,), decayed by them and by ahead; and the sum of both decays."""
+    """What count live records hold for q and for k (n,), decayed by what follows and by ahead; and the whole decay."""
     for_q = tl.zeros(p.shape, WIDE)
     for_k = tl.zeros(p.shape, WIDE)
     elapsed = ahead  # log decay since the record at hand; newest first
