@@ -11,6 +11,7 @@ from torch import Tensor
 from replayssm.bench.cases import CASES, Case
 from replayssm.ops import triton_decode
 from replayssm.ops.records import Records
+from replayssm.ops.tiling import Tiling
 
 MAMBA2, GDN, KDA = (case.recurrence for case in CASES)
 # Sizes of every kind: no powers of two, 1 to 12 heads a group, d_state on both sides of headdim.
@@ -40,7 +41,10 @@ class Sequences:
         pool: (batch, bytes of a row) uint8.
         checkpoint, ring, u: views of it, as ``triton_decode.replay`` takes them; NaN in the rings at first.
         name: (batch,) int64, where each row stood at first; row b has decoded 3 b tokens then.
+        tiling: of the launches; None is the choice by shape.
     """
+
+    tiling: Tiling | None = None
 
     def __init__(self, case: Case, batch: int, *, window: int, step_tokens: int = 1, dtype: torch.dtype):
         self.case, self.window, self.step_tokens, self.dtype = case, window, step_tokens, dtype
@@ -78,6 +82,7 @@ class Sequences:
         """A copy of some rows, in a pool of their own."""
         twin = object.__new__(Sequences)
         twin.case, twin.window, twin.step_tokens, twin.dtype = self.case, self.window, self.step_tokens, self.dtype
+        twin.tiling = self.tiling
         twin._carve(self.pool.index_select(0, index))
         twin.name, twin.seqlen, twin.flushed = (x[index] for x in (self.name, self.seqlen, self.flushed))
         return twin
@@ -101,7 +106,7 @@ class Sequences:
         flushing = (self.seqlen - self.flushed + new > self.window) & (new > 0)
         y = triton_decode.replay(
             q, records, self.checkpoint, self.ring, self.u, flushing, self.seqlen, self.flushed,
-            rows=rows, length=length, recurrence=self.case.recurrence,
+            rows=rows, length=length, recurrence=self.case.recurrence, tiling=self.tiling,
         )  # fmt: skip
         self.flushed = torch.where(flushing, self.seqlen, self.flushed)
         self.seqlen = self.seqlen + new
@@ -110,8 +115,9 @@ class Sequences:
     def flush(self, which: Tensor) -> None:
         """Fold what the rows in ``which`` (batch,) bool have pending."""
         triton_decode.flush(
-            which, self.checkpoint, self.ring, self.seqlen, self.flushed, recurrence=self.case.recurrence
-        )
+            which, self.checkpoint, self.ring, self.seqlen, self.flushed, recurrence=self.case.recurrence,
+            tiling=self.tiling,
+        )  # fmt: skip
         self.flushed = torch.where(which, self.seqlen, self.flushed)
 
     def decode(self, q: Tensor, records: Records, *, spread: bool = True) -> Tensor:

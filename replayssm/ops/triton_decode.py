@@ -161,12 +161,16 @@ def token_kernel(
                 state_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, first, start, head, item % TILES * FOLD_P,
                 H, G, P, N, SLOTS, FOLD_P, ABREAST, BLOCK_N, LANES, CHANNEL, DELTA, WIDE,
             )  # fmt: skip
-            _replay_token(
-                y + at * (H * P), state_ptr, q_new + at * q_token, k_new + at * k_token, v_new + at * v_token,
-                g_new + at * g_token, beta_new + at * beta_token, k_ptr, v_ptr, g_ptr, beta_ptr, u_ptr,
-                start_slot, 0, head, item % TILES,
-                H, G, P, N, SLOTS, BLOCK_R, FOLD_P, FOLD_P, ABREAST, BLOCK_N, LANES, CHANNEL, DELTA, WIDE, False,
-            )  # fmt: skip
+            new = True
+            if length is not None:
+                new = tl.load(length + at) > 0
+            if new:  # a row without a new token may be due all the same, with window 0
+                _replay_token(
+                    y + at * (H * P), state_ptr, q_new + at * q_token, k_new + at * k_token, v_new + at * v_token,
+                    g_new + at * g_token, beta_new + at * beta_token, k_ptr, v_ptr, g_ptr, beta_ptr, u_ptr,
+                    start_slot, 0, head, item % TILES,
+                    H, G, P, N, SLOTS, BLOCK_R, FOLD_P, FOLD_P, ABREAST, BLOCK_N, LANES, CHANNEL, DELTA, WIDE, False,
+                )  # fmt: skip
             item += sharers
             called, count = _nth_to_flush(item // (H * TILES), flushing, rows, batch, BLOCK_B)
     else:
@@ -243,9 +247,9 @@ def replay(
     at_once = triton.next_power_of_2(slots - t)  # records that can be live
     if t > 1:
         flush(flushing, checkpoint, ring, seqlen, flushed, recurrence=recurrence, tiling=tiling)
-        tokens_kernel[(programs,)](
-            *tensors, *strides, t, *sizes, triton.next_power_of_2(t), min(16, at_once), tiling.block_p, block_n, *rule,
-            num_warps=4,
+        tokens_kernel[(batch * nheads * triton.cdiv(headdim, tiling.fold_p),)](
+            *tensors, *strides, t, *sizes, triton.next_power_of_2(t), min(16, at_once), tiling.fold_p, block_n, *rule,
+            num_warps=1,
         )  # fmt: skip
         return y
     flushers = min(batch * nheads * triton.cdiv(headdim, tiling.fold_p), tiling.flushers)
@@ -294,4 +298,5 @@ def _wide(checkpoint: Tensor) -> tl.dtype:
 def _by_token(x: Tensor) -> Tensor:
     """(rows, t, ...) such that heads and features are dense and one stride leads from token to token; x if it is."""
     dense = x[0, 0].is_contiguous() and (x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1))
-    return x if dense else x.contiguous()
+    # not contiguous(): it keeps a tensor of one token whose strides mean nothing
+    return x if dense else x.clone(memory_format=torch.contiguous_format)
