@@ -175,7 +175,7 @@ def _traffic(cache: ReplayStateCache) -> str:
     return (
         f"window {cache.window}: {replay.read:,} bytes of state read and {replay.written:,} written a token, "
         f"conventionally {conventional.read:,} and {conventional.written:,}: "
-        f"{sum(conventional) / sum(replay):.2f}x as much"
+        f"{conventional.moved / replay.moved:.2f}x as much"
     )
 
 

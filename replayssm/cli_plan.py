@@ -164,7 +164,7 @@ def _print_step(layers: list[LayerBytes], cache: ReplayStateCache, gpu: Gpu) -> 
     replay = [replay_step(layer, cache.window, cache.step_tokens) for layer in layers]
 
     def nbytes(traffic: list[Traffic]) -> int:
-        return cache.batch * sum(sum(each) for each in traffic)
+        return cache.batch * sum(each.moved for each in traffic)
 
     def us(traffic: list[Traffic]) -> float:
         return sum(predicted_us(each, cache.batch, gpu) for each in traffic)

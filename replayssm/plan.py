@@ -25,6 +25,12 @@ class Traffic(NamedTuple):
 
     read: int
     written: int
+    decays: int = 0  # numbers, not bytes: log decays of the records that are folded
+
+    @property
+    def moved(self) -> int:
+        """Bytes read and written."""
+        return self.read + self.written
 
 
 def state_bytes(cache: ReplayStateCache) -> StateBytes:
@@ -78,6 +84,7 @@ def replay_step(layer: LayerBytes, window: int, step_tokens: int = 1) -> Traffic
     return Traffic(
         read=layer.state + live * layer.live_record // steps + step_tokens * layer.record + new,
         written=layer.state // steps + step_tokens * (layer.record + layer.u + layer.y),
+        decays=step_tokens * layer.g // 4,
     )
 
 
@@ -106,8 +113,11 @@ GPUS = (
     Gpu("RTX 4090", 23, 1.008),
 )
 # Shares of the ceiling, and the fixed cost of a layer's step. From an H200, where tuned conventional steps move 3.77 to
-# 4.09 TB/s at batch 256 and a kernel that only reads 4.2 to 4.3, and one row from memory takes 4.2 to 5.1 us.
+# 4.18 TB/s at batch 256 and a kernel that only reads 4.2 to 4.3, and one row from memory takes 4.2 to 5.1 us.
 READING, WRITING, LAUNCH_US = 0.92, 0.80, 3.0
+# Where each key channel decays by itself, a fold computes more than memory hides. From the same card: KDA takes about
+# 0.13 us a row longer than its bytes. Taken to grow as bandwidth does.
+H200_DECAYS_PER_US = 31_500
 SURE_BATCH = 32  # rows from which times are held against measurements; below, latency that is not modelled shows
 USABLE = 0.9  # of a GPU's memory: the rest is for activations, kernels and fragments
 
@@ -137,4 +147,5 @@ def predicted_us(traffic: Traffic, batch: int, gpu: Gpu) -> float:
     Within a quarter of measured times from ``SURE_BATCH`` rows on. One row takes up to a third longer than this.
     """
     per_us = gpu.read_tb_s * 1e6  # bytes
-    return LAUNCH_US + batch * (traffic.read / (READING * per_us) + traffic.written / (WRITING * per_us))
+    folding = traffic.decays / (H200_DECAYS_PER_US * gpu.read_tb_s / GPUS[0].read_tb_s)
+    return LAUNCH_US + batch * (traffic.read / (READING * per_us) + traffic.written / (WRITING * per_us) + folding)

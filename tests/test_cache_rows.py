@@ -15,7 +15,6 @@ from running import running, step, tensor
 
 from replayssm import ReplayStateCache
 
-pytestmark = both_backends
 every_layer = pytest.mark.parametrize("geometry", [*CASES, R], ids=lambda g: g.kind)
 
 
@@ -42,6 +41,7 @@ def test_reorder_moves_everything_that_belongs_to_a_row(geometry, index):
     assert_e64(step(cache, [layer], x[list(index)]), step(twin, [layer], x)[list(index)])
 
 
+@both_backends
 @every_layer
 def test_copied_rows_continue_as_their_source(geometry):
     layer = geometry.build()
@@ -125,6 +125,7 @@ def test_reset_starts_a_row_afresh_and_leaves_the_others(geometry, rows):
     assert_e64(y[1:2], geometry.trace(layer, x[1:2]).output)
 
 
+@both_backends
 @every_layer
 def test_flush_folds_the_rows_that_were_named_and_changes_no_state(geometry):
     layer = geometry.build()
@@ -145,6 +146,7 @@ def test_flush_folds_the_rows_that_were_named_and_changes_no_state(geometry):
     assert_unchanged(cache, again)
 
 
+@both_backends
 @every_layer
 def test_a_deep_copy_shares_nothing_and_serves_the_same_model(geometry):
     layers = [geometry.build(seed=1), geometry.build(seed=2)]
@@ -186,6 +188,7 @@ def test_the_random_stream_moves_with_its_row():
     assert ReplayStateCache([layer], 2, seed=tensor(9, 3)).seed.tolist() == [9, 3]
 
 
+@both_backends
 @pytest.mark.parametrize("step_tokens", [5, 2], ids=["step", "scan"])
 def test_rows_in_any_order_equal_all_rows_in_order(step_tokens):
     layer = G.build()
@@ -201,6 +204,7 @@ def test_rows_in_any_order_equal_all_rows_in_order(step_tokens):
     assert_e64(states[1], states[0], "state")
 
 
+@both_backends
 @every_layer
 def test_a_step_writes_the_slots_of_its_real_tokens_and_no_others(geometry):
     layer, x = geometry.build(), draw(50, 3, 3, 24)

@@ -10,10 +10,10 @@ from replayssm.cache.layer_state import LayerState
 
 PLAIN = 16  # tokens; plain PyTorch moves temporaries too, so that counted bytes say little about its best window
 WINDOWS = range(8, 33, 4)  # tokens
-# Bytes of state that the rows of one layer must hold before replay pays. On an H200 (public kernels, window 16) replay
-# is 0.71 to 1.0 times as fast as a conventional step at 2 and 4 MiB, one row of the layers of docs/math.md, section 5,
-# and 1.2 times at 64 MiB. A step at 8 MiB saves 2 us of writes, about what its longer chain of loads costs.
-LEAST_STATE = 8 * 2**20
+# Bytes of state that the rows of one layer must hold before replay pays. On an H200 (bench/results) one row of the
+# published Gated DeltaNet and KDA layers, 2 MiB, takes 4.1 and 4.4 us with window 0 and 4.4 and 5.2 with 16; one row of
+# Mamba-2, 4 MiB, takes 5.6 and 5.2, and from there on a window is always faster than none.
+LEAST_STATE = 4 * 2**20
 
 
 class LayerBytes(NamedTuple):
