@@ -13,8 +13,6 @@ if os.environ.get("REPLAYSSM_TEST_DEVICE", "cpu") == "cpu" and importlib.util.fi
     os.environ["TRITON_INTERPRET"] = "1"
     import interp_shim  # noqa: F401
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -37,13 +35,19 @@ settings.load_profile(PROFILE)
 
 
 @pytest.fixture(scope="module", params=["torch", "triton"])
-def backend(request: pytest.FixtureRequest) -> Iterator[str]:
+def backend(request: pytest.FixtureRequest) -> str:
     """What "auto" takes: each of the two in turn, wherever the tests run."""
     if request.param == "triton":
         pytest.importorskip("triton")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decode, "automatic", lambda device: request.param)
-        yield request.param
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def automatic_backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Patched test by test: those of a file that do not ask for ``backend`` must not run on the last one."""
+    if "backend" in request.fixturenames:
+        chosen = request.getfixturevalue("backend")
+        monkeypatch.setattr(decode, "automatic", lambda device: chosen)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
