@@ -15,7 +15,7 @@ from draws import DEVICE
 
 from replayssm.ops import decode
 
-both_backends = pytest.mark.usefixtures("backend")
+both_backends = pytest.mark.usefixtures("decoding_backend")
 FEWER = 12  # times fewer examples
 
 

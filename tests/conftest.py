@@ -35,7 +35,7 @@ settings.load_profile(PROFILE)
 
 
 @pytest.fixture(scope="module", params=["torch", "triton"])
-def backend(request: pytest.FixtureRequest) -> str:
+def decoding_backend(request: pytest.FixtureRequest) -> str:
     """What "auto" takes: each of the two in turn, wherever the tests run."""
     if request.param == "triton":
         pytest.importorskip("triton")
@@ -44,9 +44,9 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(autouse=True)
 def automatic_backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Patched test by test: those of a file that do not ask for ``backend`` must not run on the last one."""
-    if "backend" in request.fixturenames:
-        chosen = request.getfixturevalue("backend")
+    """Patched test by test: those of a file that do not ask for ``decoding_backend`` must not run on the last one."""
+    if "decoding_backend" in request.fixturenames:
+        chosen = request.getfixturevalue("decoding_backend")
         monkeypatch.setattr(decode, "automatic", lambda device: chosen)
 
 

@@ -286,7 +286,7 @@ def test_plan_predicts_for_each_geometry_of_the_bench_that_replay_moves_less_and
     assert ratio == round(conventional / replay, 2) > 1.5
     before, after, ratio = figures(text, "time, us")
     assert ratio == pytest.approx(before / after, abs=0.01)
-    assert ratio > 1.5
+    assert ratio > 1.3  # KDA's folds compute as well
     assert figures(text, "checkpoint") == [case.state_bytes]
     assert "Below batch" not in text
 
@@ -307,7 +307,7 @@ def test_plan_fits_fewer_sequences_on_a_smaller_gpu_and_says_when_the_batch_is_t
 def test_plan_chooses_the_window_of_the_kernels_and_says_that_small_batches_are_not_sure(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    alone = planned(capsys, "--model", "nemotron-3-super")
+    alone = planned(capsys, "--model", "qwen3.5-4b")
     assert "batch 1, window 0," in alone
     assert "Below batch 32" in alone
     assert "batch 256, window 20," in planned(capsys, "--model", "nemotron-3-super", "--batch", "256")

@@ -38,11 +38,11 @@ def test_kernels_are_refused_where_triton_cannot_be_imported(monkeypatch):
         ReplayStateCache([M.build()], 1, backend="triton")
 
 
-@pytest.mark.parametrize(("place", "backend"), [("cpu", "torch"), ("meta", "torch"), ("cuda", "triton")])
-def test_auto_is_triton_on_a_gpu_where_triton_is_installed_and_torch_elsewhere(monkeypatch, place, backend):
+@pytest.mark.parametrize(("place", "chosen"), [("cpu", "torch"), ("meta", "torch"), ("cuda", "triton")])
+def test_auto_is_triton_on_a_gpu_where_triton_is_installed_and_torch_elsewhere(monkeypatch, place, chosen):
     found = {"triton": True}
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: found.get(name))
-    assert decode.choose("a test", "auto", torch.device(place)) == backend
+    assert decode.choose("a test", "auto", torch.device(place)) == chosen
     found.clear()
     assert decode.choose("a test", "auto", torch.device(place)) == "torch"
 
