@@ -72,7 +72,7 @@ def test_the_text_goes_to_standard_output_and_the_figures_to_standard_error(
     printed = capsys.readouterr()
     assert printed.out == PROMPT + continuation(folder, PROMPT.encode(), 20) + "\n"
     sizes = state_bytes(ReplayStateCache(from_pretrained(folder)[0], 1))
-    figures = [*replay_traffic(sizes, 5), *conventional_traffic(sizes)]
+    figures = [*replay_traffic(sizes, 5)[:2], *conventional_traffic(sizes)[:2]]
     assert re.fullmatch(r"\[20 tokens, [\d.]+ tokens/s, window 5: .*\]\n", printed.err)
     assert re.findall(r"\d+,\d+", printed.err) == [f"{figure:,}" for figure in figures]
 
