@@ -1,4 +1,8 @@
-"""Cases RC-08, RC-11 and RC-12: continuing a sequence in pieces, short prompts, one formula on every path."""
+"""Cases RC-08, RC-11 and RC-12: continuing a sequence in pieces, short prompts, one formula on every path.
+
+RC-08 and RC-11 run in plain PyTorch alone: what any cut does to the kernels is a property of test_replay_properties.py,
+and a convolution's history (RC-11) is not theirs.
+"""
 
 import math
 
