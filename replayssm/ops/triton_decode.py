@@ -15,7 +15,7 @@ from torch import Tensor
 
 from replayssm.ops.records import Records, Recurrence
 from replayssm.ops.tiling import Tiling, choose_tiling
-from replayssm.ops.triton_fold import fold, four_a_thread, load_tile, over_keys, tile_keys, tile_rows
+from replayssm.ops.triton_fold import as_keys, fold, four_a_thread, load_tile, over_keys, tile_keys, tile_rows
 from replayssm.ops.triton_records import append_shared, from_records
 from replayssm.ops.triton_tokens import tokens_kernel
 
@@ -64,14 +64,17 @@ def _nth_to_flush(wanted, flushing, rows, batch, BLOCK_B: tl.constexpr):
 
 @triton.jit
 def _replay_token(
-    y_ptr, state_ptr, q_new, k_new, v_new, g_new, beta_new, k_ptr, v_ptr, g_ptr, beta_ptr, u_ptr,
+    tile, y_ptr, state_ptr, q_new, k_new, v_new, g_new, beta_new, k_ptr, v_ptr, g_ptr, beta_ptr, u_ptr,
     start_slot, count, head, p_tile,
     H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr, SLOTS: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr, READ_P: tl.constexpr,
     ABREAST: tl.constexpr, BLOCK_N: tl.constexpr, LANES: tl.constexpr,
-    CHANNEL: tl.constexpr, DELTA: tl.constexpr, WIDE: tl.constexpr, EARLY: tl.constexpr,
+    CHANNEL: tl.constexpr, DELTA: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """The output of one new token for BLOCK_P rows of a state, from the state and count live records; append it."""
+    """The output of one new token for BLOCK_P rows of a state, from the state and count live records; append it.
+
+    tile holds the rows if they are one piece (READ_P is BLOCK_P), else it is None and they are loaded piece by piece.
+    """
     OUTER: tl.constexpr = BLOCK_N // LANES
     n = tl.arange(0, BLOCK_N)
     n_tile = tile_keys(ABREAST, BLOCK_N, LANES)
@@ -87,30 +90,29 @@ def _replay_token(
         g = tl.load(g_new + head)
         q_tile = tl.load(four_a_thread(q_ptr, start_slot) + n_tile, mask=n_tile < N, other=0.0).to(WIDE)
         k_tile = tl.load(four_a_thread(new_k_ptr, start_slot) + n_tile, mask=n_tile < N, other=0.0).to(WIDE)
-    if EARLY:  # the state is on its way while the records are read; READ_P is BLOCK_P then
-        tile = load_tile(
-            state_ptr, tile_rows(p_tile * BLOCK_P, READ_P, ABREAST), n_tile, P, N, P % BLOCK_P == 0, N == BLOCK_N
-        )
     for_q, for_k, elapsed = from_records(
         q, k, g, k_ptr, v_ptr, g_ptr, beta_ptr, u_ptr, start_slot, count, head, n, p,
         H, G, P, N, SLOTS, BLOCK_R, CHANNEL, DELTA, WIDE,
     )  # fmt: skip
     remaining = tl.exp(elapsed)
     if CHANNEL:
-        q_tile = tl.reshape((q * remaining)[None, None, :], (1, 1, OUTER, LANES))
-        k_tile = tl.reshape((k * remaining)[None, None, :], (1, 1, OUTER, LANES))
+        q_tile, k_tile = as_keys(q * remaining, OUTER, LANES), as_keys(k * remaining, OUTER, LANES)
         remaining = 1.0
-    # what the state holds: piece by piece, so that a program needs few registers and many are resident
-    piece = tl.arange(0, BLOCK_P // READ_P)[:, None, None]
-    state_q = tl.zeros((BLOCK_P // READ_P, ABREAST, READ_P // ABREAST), WIDE)
-    state_k = tl.zeros((BLOCK_P // READ_P, ABREAST, READ_P // ABREAST), WIDE)
-    for i in range(BLOCK_P // READ_P):
-        if not EARLY:
+    # what the state holds
+    if tile is not None:
+        state_q = over_keys(tile * q_tile)[None]
+        state_k = over_keys(tile * k_tile)[None]
+    else:
+        # piece by piece, so that a program needs few registers and many are resident
+        piece = tl.arange(0, BLOCK_P // READ_P)[:, None, None]
+        state_q = tl.zeros((BLOCK_P // READ_P, ABREAST, READ_P // ABREAST), WIDE)
+        state_k = tl.zeros((BLOCK_P // READ_P, ABREAST, READ_P // ABREAST), WIDE)
+        for i in range(BLOCK_P // READ_P):
             p_row = tile_rows(p_tile * BLOCK_P + i * READ_P, READ_P, ABREAST)
-            tile = load_tile(state_ptr, p_row, n_tile, P, N, P % BLOCK_P == 0, N == BLOCK_N)
-        state_q = tl.where(piece == i, over_keys(tile * q_tile)[None], state_q)
-        if DELTA:
-            state_k = tl.where(piece == i, over_keys(tile * k_tile)[None], state_k)
+            rows = load_tile(state_ptr, p_row, n_tile, P, N, P % BLOCK_P == 0, N == BLOCK_N)
+            state_q = tl.where(piece == i, over_keys(rows * q_tile)[None], state_q)
+            if DELTA:
+                state_k = tl.where(piece == i, over_keys(rows * k_tile)[None], state_k)
     for_q += tl.reshape(tl.permute(state_q, (0, 2, 1)), (BLOCK_P,)) * remaining
     if DELTA:
         for_k += tl.reshape(tl.permute(state_k, (0, 2, 1)), (BLOCK_P,)) * remaining
@@ -157,7 +159,7 @@ def token_kernel(
             beta_ptr, u_ptr = beta + row * beta_stride, u + row * u_stride
             start, first = tl.load(seqlen + row), tl.load(flushed + row)
             start_slot = (start % SLOTS).to(tl.int32)
-            fold(
+            tile = fold(
                 state_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, first, start, head, item % TILES * FOLD_P,
                 H, G, P, N, SLOTS, FOLD_P, ABREAST, BLOCK_N, LANES, CHANNEL, DELTA, WIDE,
             )  # fmt: skip
@@ -166,10 +168,10 @@ def token_kernel(
                 new = tl.load(length + at) > 0
             if new:  # a row without a new token may be due all the same, with window 0
                 _replay_token(
-                    y + at * (H * P), state_ptr, q_new + at * q_token, k_new + at * k_token, v_new + at * v_token,
+                    tile, y + at * (H * P), state_ptr, q_new + at * q_token, k_new + at * k_token, v_new + at * v_token,
                     g_new + at * g_token, beta_new + at * beta_token, k_ptr, v_ptr, g_ptr, beta_ptr, u_ptr,
                     start_slot, 0, head, item % TILES,
-                    H, G, P, N, SLOTS, BLOCK_R, FOLD_P, FOLD_P, ABREAST, BLOCK_N, LANES, CHANNEL, DELTA, WIDE, False,
+                    H, G, P, N, SLOTS, BLOCK_R, FOLD_P, FOLD_P, ABREAST, BLOCK_N, LANES, CHANNEL, DELTA, WIDE,
                 )  # fmt: skip
             item += sharers
             called, count = _nth_to_flush(item // (H * TILES), flushing, rows, batch, BLOCK_B)
@@ -187,14 +189,19 @@ def token_kernel(
         first = tl.load(flushed + row, mask=reads, other=0)
         if reads & (tl.load(flushing + row, mask=reads, other=1) == 0):
             head = item // READ_TILES % H
+            state_ptr = state + row * state_stride + head * P * N
+            tile = None
+            if BLOCK_P == READ_P:  # the state is on its way while the records are read
+                p = tile_rows(item % READ_TILES * BLOCK_P, BLOCK_P, ABREAST)
+                n = tile_keys(ABREAST, BLOCK_N, LANES)
+                tile = load_tile(state_ptr, p, n, P, N, P % BLOCK_P == 0, N == BLOCK_N)
             _replay_token(
-                y + at * (H * P), state + row * state_stride + head * P * N,
+                tile, y + at * (H * P), state_ptr,
                 q_new + at * q_token, k_new + at * k_token, v_new + at * v_token, g_new + at * g_token,
                 beta_new + at * beta_token, k + row * k_stride, v + row * v_stride, g + row * g_stride,
                 beta + row * beta_stride, u + row * u_stride,
                 (start % SLOTS).to(tl.int32), (start - first).to(tl.int32), head, item % READ_TILES,
                 H, G, P, N, SLOTS, BLOCK_R, BLOCK_P, READ_P, ABREAST, BLOCK_N, LANES, CHANNEL, DELTA, WIDE,
-                BLOCK_P == READ_P,
             )  # fmt: skip
 
 

@@ -6,7 +6,8 @@ import triton.language as tl
 # Axes: H value heads, G key groups, P headdim, N d_state. A tile of the state is (ABREAST, deep, outer, LANES): row p =
 # deep * ABREAST + abreast, key n = outer * LANES + lane. The threads of a warp lie along abreast and lanes, eight to a
 # row, so that a sum over keys stays mostly in one thread. Keys are loaded once for every row abreast, hence in the
-# layout of the tile: nothing is moved between threads to multiply them.
+# layout of the tile: nothing is moved between threads to multiply them. With a decay per channel they are loaded once
+# for the warp instead, for it takes their exponentials, and moved to the tile's layout after that.
 # A name ending in _ptr points at the row of the cache that the program works on, state_ptr at the head of it.
 
 
@@ -59,6 +60,12 @@ def over_keys(x):
 
 
 @triton.jit
+def as_keys(x, OUTER: tl.constexpr, LANES: tl.constexpr):
+    """(BLOCK_N,) -> (1, 1, outer, LANES)"""
+    return tl.reshape(x[None, None, :], (1, 1, OUTER, LANES))
+
+
+@triton.jit
 def _record(
     k_ptr, v_ptr, g_ptr, beta_ptr, slot, real, head, n, p,
     H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
@@ -76,7 +83,8 @@ def _record(
 
 @triton.jit
 def _apply_two(
-    tile, k0, v0, g0, beta0, k1, v1, g1, beta1, CHANNEL: tl.constexpr, DELTA: tl.constexpr, WIDE: tl.constexpr
+    tile, k0, v0, g0, beta0, k1, v1, g1, beta1,
+    OUTER: tl.constexpr, LANES: tl.constexpr, CHANNEL: tl.constexpr, DELTA: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """The state after two more tokens; what it holds for both keys is summed at once."""
     k0, v0, k1, v1 = k0.to(WIDE), v0.to(WIDE), k1.to(WIDE), v1.to(WIDE)
@@ -84,8 +92,9 @@ def _apply_two(
     both = first * second
     if DELTA:
         if CHANNEL:
-            held0, held1 = over_keys(tile * (k0 * first)), over_keys(tile * (k1 * both))
-            overlap = over_keys(k0 * second * k1)
+            held0 = over_keys(tile * as_keys(k0 * first, OUTER, LANES))
+            held1 = over_keys(tile * as_keys(k1 * both, OUTER, LANES))
+            overlap = tl.sum(k0 * second * k1)
         else:
             held0, held1 = over_keys(tile * k0) * first, over_keys(tile * k1) * both
             overlap = over_keys(k0 * k1) * second
@@ -94,7 +103,7 @@ def _apply_two(
     else:
         u0, u1 = beta0 * v0, beta1 * v1
     if CHANNEL:
-        k0 *= second
+        k0, k1, both = as_keys(k0 * second, OUTER, LANES), as_keys(k1, OUTER, LANES), as_keys(both, OUTER, LANES)
     else:
         u0 *= second
     return tile * both + u0[:, :, None, None] * k0 + u1[:, :, None, None] * k1
@@ -107,10 +116,14 @@ def fold(
     FOLD_P: tl.constexpr, ABREAST: tl.constexpr, BLOCK_N: tl.constexpr, LANES: tl.constexpr,
     CHANNEL: tl.constexpr, DELTA: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Fold the records of tokens first .. last - 1 into rows first_p .. first_p + FOLD_P - 1 of the state, in place."""
+    """Fold the records of tokens first .. last - 1 into FOLD_P rows of the state, in place; returns the rows."""
     WHOLE_P: tl.constexpr = P % FOLD_P == 0
     WHOLE_N: tl.constexpr = N == BLOCK_N
-    n = tile_keys(ABREAST, BLOCK_N, LANES)
+    n_tile = tile_keys(ABREAST, BLOCK_N, LANES)
+    if CHANNEL:
+        n = tl.arange(0, BLOCK_N)
+    else:
+        n = n_tile
     p = tile_rows(first_p, FOLD_P, ABREAST)
     count = (last - first).to(tl.int32)
     k_ptr = four_a_thread(k_ptr, count)
@@ -122,7 +135,7 @@ def fold(
     k1, v1, g1, beta1 = _record(
         k_ptr, v_ptr, g_ptr, beta_ptr, slot1, count > 1, head, n, p, H, G, P, N, CHANNEL, WHOLE_P, WHOLE_N
     )  # fmt: skip
-    tile = load_tile(state_ptr, p, n, P, N, WHOLE_P, WHOLE_N)
+    tile = load_tile(state_ptr, p, n_tile, P, N, WHOLE_P, WHOLE_N)
     while count > 0:
         # two records are on their way while two are applied
         slot0 = tl.where(slot1 + 1 >= SLOTS, 0, slot1 + 1)
@@ -133,12 +146,12 @@ def fold(
         k3, v3, g3, beta3 = _record(
             k_ptr, v_ptr, g_ptr, beta_ptr, slot1, count > 3, head, n, p, H, G, P, N, CHANNEL, WHOLE_P, WHOLE_N
         )  # fmt: skip
-        tile = _apply_two(tile, k0, v0, g0, beta0, k1, v1, g1, beta1, CHANNEL, DELTA, WIDE)
+        tile = _apply_two(tile, k0, v0, g0, beta0, k1, v1, g1, beta1, BLOCK_N // LANES, LANES, CHANNEL, DELTA, WIDE)
         k0, v0, g0, beta0, k1, v1, g1, beta1 = k2, v2, g2, beta2, k3, v3, g3, beta3
         count -= 2
-    pointer = state_ptr + p[:, :, None, None] * N + n
+    pointer = state_ptr + p[:, :, None, None] * N + n_tile
     if WHOLE_P and WHOLE_N:
         tl.store(pointer, tile)
     else:
-        tl.store(pointer, tile, mask=(p[:, :, None, None] < P) & (n < N))
-    tl.debug_barrier()  # other threads of this program may read what was stored
+        tl.store(pointer, tile, mask=(p[:, :, None, None] < P) & (n_tile < N))
+    return tile

@@ -32,13 +32,19 @@ def from_records(
     for_q = tl.zeros(p.shape, WIDE)
     for_k = tl.zeros(p.shape, WIDE)
     elapsed = ahead  # log decay since the record at hand; newest first
-    for first in range(0, tl.where(count > 0, count + 1, 0), BLOCK_R):
+    oldest = start_slot - count
+    oldest = tl.where(oldest < 0, oldest + SLOTS, oldest)
+    if CHANNEL:
+        before = tl.load(g_ptr + (oldest * H + head) * N + n, mask=(count > 0) & (n < N), other=0.0)
+    else:
+        before = tl.load(g_ptr + oldest * H + head, mask=count > 0, other=0.0)
+    for first in range(0, count, BLOCK_R):
         age = first + tl.arange(0, BLOCK_R)
         live = age < count
         slot = start_slot - 1 - age
         slot = tl.where(slot < 0, slot + SLOTS, slot)
         later = tl.where(slot + 1 == SLOTS, 0, slot + 1)
-        has_later = (age > 0) & (age <= count)
+        has_later = (age > 0) & live
         keys = tl.load(
             k_ptr + (slot[:, None] * G + head // (H // G)) * N + n, mask=live[:, None] & (n < N), other=0.0
         ).to(WIDE)  # fmt: skip
@@ -64,4 +70,4 @@ def from_records(
         for_q += tl.sum(writes * over_q[:, None], axis=0)
         if DELTA:
             for_k += tl.sum(writes * over_k[:, None], axis=0)
-    return for_q, for_k, elapsed
+    return for_q, for_k, elapsed + before
