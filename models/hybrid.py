@@ -116,7 +116,8 @@ class HybridLM(nn.Module):
         rows: Tensor | None = None,
         parents: Tensor | None = None,
         logits_to_keep: int = 0,
-    ) -> Tensor:
+        return_hidden: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Logits of the token that follows each position: the training path without a cache, a step with one.
 
         Args:
@@ -127,9 +128,10 @@ class HybridLM(nn.Module):
             rows: (batch,) int, the cache row of each row of ids, -1 for off; None is all rows in order.
             parents: reserved for draft trees.
             logits_to_keep: columns, counted from the right, that get logits; 0 is all.
+            return_hidden: also return what the head was given, for ``mtp``.
 
         Returns:
-            (batch, t or logits_to_keep, vocab_size).
+            (batch, t or logits_to_keep, vocab_size); with ``return_hidden`` also (batch, t or logits_to_keep, d_model).
         """
         self._check_call(ids, cache, rows, parents, logits_to_keep)
         if cache is not None:
@@ -142,7 +144,8 @@ class HybridLM(nn.Module):
         x = self.embed(ids.long())
         for block, state in zip(self._blocks(), states, strict=True):
             x = block(x, state, attention_mask=attention_mask, rows=rows, parents=parents)
-        return self.lm_head(self.norm(x[:, -logits_to_keep:]))
+        hidden = self.norm(x[:, -logits_to_keep:])
+        return (self.lm_head(hidden), hidden) if return_hidden else self.lm_head(hidden)
 
     def save_pretrained(self, folder: str | os.PathLike[str], dtype: torch.dtype | None = None) -> None:
         """Write config.json and model.safetensors; the config names the dtype the model computes in.

@@ -12,9 +12,9 @@ import torch
 
 from replayssm import ReplayStateCache, cli, generate
 from replayssm.bench.cases import CASES
-from replayssm.generate import PREFILL_PIECE
 from replayssm.models import ByteTokenizer, HybridLM, from_pretrained
 from replayssm.plan import USABLE, conventional_traffic, replay_traffic, state_bytes
+from replayssm.prefill import PREFILL_PIECE
 
 PROMPT = "def f(x):"
 CONFIG = {
