@@ -34,7 +34,7 @@ class PromptLookup(Drafter):
         for back in range(min(self.longest, n)):
             ending = tokens.gather(1, (last - back).clamp(min=0))
             earlier = torch.nn.functional.pad(tokens[:, : n - back], (back, 0), value=-1)
-            matches = matches & (earlier == ending) & (last >= back)
+            matches = matches & (earlier == ending)
             matched = matched + matches
         best = (matched * n + place).argmax(1, keepdim=True)  # a longer match, then a later place
         found = matched.gather(1, best) > 0
