@@ -75,13 +75,15 @@ def train(model: HybridLM, head: MTPHead, args: argparse.Namespace) -> None:
     rest = [p for p in head.parameters() if p.ndim != 2]
     groups = [{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": rest, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, LEARNING_RATE, (0.9, 0.95))
-    start, seen = time.perf_counter(), []
+    start, seen = None, []
     for step, tokens in enumerate(batches(list(training_documents().values()), batch, length, args.seed)):
         if device.type == "cuda":
             torch.cuda.synchronize()  # the host must not run ahead of the clock it reads
+        start = start or time.perf_counter()  # the text has been read
         fraction = (time.perf_counter() - start) / (60 * args.minutes)
-        if fraction >= 1:
+        if fraction >= 1 and step > 0:
             break
+        fraction = min(fraction, 1.0)
         for group in optimizer.param_groups:
             group["lr"] = LEARNING_RATE * min(fraction / WARMUP, (1 - fraction) / (1 - WARMUP))
         reader(tokens.to(device))
