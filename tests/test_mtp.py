@@ -1,5 +1,7 @@
 """The head for further tokens: its file, whole or refused (RC-15), and what it drafts."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from replayssm import Acceptance, generate
 from replayssm.drafters import MTPHead
-from replayssm.models import HybridLM
+from replayssm.models import HybridLM, from_pretrained
 
 
 def with_head(dtype: torch.dtype = torch.float32) -> HybridLM:
@@ -103,3 +105,15 @@ def test_a_head_that_learned_a_rule_drafts_by_it_to_the_last_token():
     rates = [a / p for a, p in zip(acceptance.accepted, acceptance.proposed, strict=True)]
     assert rates[0] > 0.6, rates
     assert rates[1] > 0.3, rates
+
+
+def test_the_training_script_trains_saves_and_measures(tmp_path: Path) -> None:
+    file = tmp_path / "mtp.safetensors"
+    script = Path(__file__).resolve().parent.parent / "examples" / "train_mtp.py"
+    command = [sys.executable, script, "--smoke", "--device", "cpu", "--out", file]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert file.stat().st_size <= 2_000_000
+    assert "bits from the model for drafts 1 to 4" in printed
+    assert "held out, mtp: drafts 1 to 4 accepted" in printed
+    model, _ = from_pretrained("tiny")
+    model.load_mtp(file)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from replayssm import Acceptance, ReplayStateCache, generate
 from replayssm.drafters import Context, Drafter, MTPHead
+from replayssm.graphs import Verdicts
 from replayssm.models import HybridLM
 
 LONGEST = 32
@@ -69,11 +70,11 @@ def test_the_text_is_that_of_plain_decoding_whatever_is_drafted():
         count=st.integers(1, LONGEST),
         window=st.sampled_from([0, 7, 8, 16]),
         ends=st.lists(st.sampled_from(plain().flatten().tolist()), max_size=2),
-        exact_room=st.booleans(),
+        spare=st.integers(0, 8),
     )
-    def check(seed, right, num, count, window, ends, exact_room):
+    def check(seed, right, num, count, window, ends, spare):
         model, acceptance = hybrid(), Acceptance()
-        room = max(map(len, PROMPTS)) + count - 1 + (0 if exact_room else 40)
+        room = max(map(len, PROMPTS)) + count - 1 + spare
         cache = ReplayStateCache(model, 3, window=window, step_tokens=1 + num, max_seqlen=room)
         tokens = generate(
             model, PROMPTS, max_new_tokens=count, cache=cache, eos=ends, pad=-1, drafter=scripted(seed, right),
@@ -173,6 +174,22 @@ def test_an_end_among_accepted_drafts_counts_them_up_to_it():
     assert acceptance.tokens == sum(lengths) - 3
     # of the others 4 drafts and the token behind them, of the row that ends its 3 drafts
     assert sum(acceptance.accepted) == sum(length - 2 if length == 6 else length - 1 for length in lengths)
+
+
+@pytest.mark.parametrize("drafter", [None, "prompt_lookup", "mtp", "model"])
+def test_verdicts_that_come_one_step_late_change_nothing(drafter, monkeypatch):
+    """As on a GPU: a step more is begun when every row has ended, and must keep nothing."""
+    end, results = int(plain()[1, 13]), []
+    for late in (0, 1):
+        monkeypatch.setattr(Verdicts, "due", property(lambda self, late=late: len(self) > late))
+        for eos, count in (([], 9), (plain()[:, 5].tolist(), LONGEST), ([end], LONGEST)):
+            model, acceptance = hybrid(), Acceptance()
+            cache = ReplayStateCache(model, 3, window=5, step_tokens=4, max_seqlen=max(map(len, PROMPTS)) + count - 1)
+            tokens = generate(model, PROMPTS, max_new_tokens=count, cache=cache, eos=eos, pad=-1, num_drafts=3,
+                              drafter=hybrid(1) if drafter == "model" else drafter, acceptance=acceptance)  # fmt: skip
+            assert torch.equal(tokens, cut(plain(), count, eos, -1)[0])
+            results.append((cache.seqlen.tolist(), acceptance.tokens, acceptance.steps, acceptance.accepted))
+    assert results[:3] == results[3:]
 
 
 class Watching(Drafter):

@@ -115,6 +115,20 @@ def test_greedy_text_is_the_same_for_every_window_from_0_to_33(tiny):
     assert texts == texts[:1] * 34
 
 
+@pytest.mark.parametrize("window", [5, 8, 16])
+def test_rc13_greedy_text_with_drafts_is_that_without(tiny, window):
+    model, tokenizer = tiny
+    acceptance = replayssm.Acceptance()
+    prompts = [tokenizer.encode(prompt) for prompt in (PROMPTS[0], PROMPTS[6])]
+    tokens = replayssm.generate(
+        model, prompts, max_new_tokens=64, window=window, drafter="prompt_lookup", acceptance=acceptance
+    )
+    assert torch.equal(tokens, greedy(model, prompts, window))
+    accepted, proposed = sum(acceptance.accepted), sum(acceptance.proposed)
+    assert accepted >= 5
+    assert proposed - accepted >= 20
+
+
 def test_what_it_writes_is_python(tiny):
     model, tokenizer = tiny
     prompts = [tokenizer.encode(prompt) for prompt in PROMPTS]
