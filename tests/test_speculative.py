@@ -275,6 +275,16 @@ def test_ids_that_the_model_does_not_have_end_the_drafts():
     assert limited.max() < 4
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_draft_behind_a_gap_is_none(temperature):
+    acceptance = Acceptance()
+    gap = Answering(torch.tensor([[-1, 1]], device=DEVICE))
+    generate(Bigram(draw(1, 5, 5)), [[1]], max_new_tokens=30, temperature=temperature, drafter=gap, num_drafts=2,
+             acceptance=acceptance)  # fmt: skip
+    assert acceptance.proposed == [0, 0]
+    assert acceptance.steps == 29
+
+
 class Changing:
     """Knows its probabilities the first time only."""
 
