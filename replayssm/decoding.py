@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from replayssm.cache.state_cache import ReplayStateCache
 from replayssm.drafters.base import Context, Drafter, check_proposal, leading, name_of
-from replayssm.graphs import Captured
 from replayssm.sampling import Sampler
 from replayssm.verify import verify
 
@@ -22,7 +21,6 @@ class Decoding:
         lengths: (batch,) int64, real tokens of each prompt.
         ends: (n,) int64, ids that end a row.
         spare: the cache has room for all tokens and one more step, so drafts at the end need no mask.
-        capture: record the steps on a GPU.
 
     Attributes:
         tokens: (batch, max_new_tokens) int64, what the rows have returned so far, ``pad`` behind.
@@ -44,7 +42,6 @@ class Decoding:
         drafter: Drafter | None,
         num_drafts: int,
         spare: bool,
-        capture: bool,
     ):
         self.model, self.cache, self.sampler, self.drafter = model, cache, sampler, drafter
         self.max_new_tokens, self.num_drafts, self.ends, self.spare = max_new_tokens, num_drafts, ends, spare
@@ -67,13 +64,6 @@ class Decoding:
         self._hidden: Tensor | None = None
         self._drafted = False
         self._vocab_size = 0
-        generators = [] if sampler.generator is None else [sampler.generator]
-        self._begin, function = self._nothing, self._verify
-        if drafter is not None and drafter.capturable:
-            function = self._draft_and_verify
-        elif drafter is not None:
-            self._begin = self._draft  # code of which nothing is known stays outside the graph
-        self._finish = Captured(function, device if capture else torch.device("cpu"), generators)
 
     @property
     def tokens(self) -> Tensor:
@@ -85,16 +75,18 @@ class Decoding:
         self._hidden = None if hidden is None else hidden.clone()
         self._emit(self.sampler(logits).unsqueeze(1), torch.ones_like(self.new))
 
-    def step(self) -> None:
-        """Draft, read the drafts, keep what stands: at least one token for each row that has not ended."""
-        self._begin()
-        self._finish()
+    def prepare(self) -> None:
+        """The part of a step that cannot be recorded: drafts by code of which nothing is known."""
+        if self.drafter is not None and not self.drafter.capturable:
+            self._draft()
 
-    def _nothing(self) -> None:
-        pass
+    def advance(self) -> None:
+        """The rest of a step: draft, read the drafts, keep what stands, at least one token where a row has not ended.
 
-    def _draft_and_verify(self) -> None:
-        self._draft()
+        Works in place and never waits for the device, so that it can be recorded.
+        """
+        if self.drafter is not None and self.drafter.capturable:
+            self._draft()
         self._verify()
 
     def _draft(self) -> None:
@@ -102,8 +94,7 @@ class Decoding:
         assert self.drafter is not None
         context = Context(self._text[:, :-1], self.lengths, self._hidden)
         tokens, probabilities = self.drafter.propose(context, self.num_drafts)
-        batch, num = self.drafts.shape
-        check_proposal(self.drafter, tokens, probabilities, (batch, num), self._vocab_size)
+        check_proposal(self.drafter, tokens, probabilities, self.drafts, self._vocab_size)
         self.drafts.copy_(tokens)
         if self.sampler.temperature == 0:
             return
@@ -136,7 +127,7 @@ class Decoding:
         else:
             logits, hidden = self.model(ids, self.cache, attention_mask=mask, logits_to_keep=len(column)), None
         accepted, token = verify(self.sampler, logits, drafts, brought, self._probabilities)
-        new = torch.cat([drafts, drafts[:, :1] if self.num_drafts else token.unsqueeze(1)], 1)
+        new = torch.cat([drafts, token.unsqueeze(1)], 1)
         new = torch.where(column == accepted.unsqueeze(1), token.unsqueeze(1), new)
         self.counts[0].add_(real.sum(0))
         kept = self._emit(new, accepted + 1)

@@ -13,7 +13,7 @@ from replayssm.checks import expect, expect_integers, expect_positive, expect_sh
 from replayssm.decoding import Decoding
 from replayssm.drafters import MTP, Drafter, DraftModel, PromptLookup, Proposer, Run
 from replayssm.drafters.base import PlainDrafter, configured_vocab_size, device_of
-from replayssm.graphs import Verdicts
+from replayssm.graphs import Captured, Verdicts
 from replayssm.prefill import prefill
 from replayssm.sampling import Sampler
 
@@ -131,9 +131,8 @@ def generate(
         drafter=chosen,
         num_drafts=num_drafts,
         spare=cache.max_seqlen is None or needed + 1 + num_drafts <= cache.max_seqlen,
-        capture=cuda_graphs,
     )
-    pieces = _decode(decoding, tokens, mask, acceptance, progress)
+    pieces = _decode(decoding, tokens, mask, acceptance, cuda_graphs, progress)
     return pieces if stream else torch.cat(list(pieces), dim=1)
 
 
@@ -143,6 +142,7 @@ def _decode(
     tokens: Tensor,
     mask: Tensor | None,
     acceptance: Acceptance | None,
+    cuda_graphs: bool,
     progress: Callable[[int, int], None] | None,
 ) -> Iterator[Tensor]:
     """Read the prompts, then yield the next columns of the result until every row has ended."""
@@ -150,6 +150,9 @@ def _decode(
     read = prefill(decoding.model, decoding.cache, tokens, mask, return_hidden=hidden_too, progress=progress)
     decoding.start(*read)
     verdicts = Verdicts(tokens.device)
+    generators = [] if decoding.sampler.generator is None else [decoding.sampler.generator]
+    # held here and not by what it runs: a cycle would keep memory of the GPU until Python looks for cycles
+    advance = Captured(decoding.advance, tokens.device if cuda_graphs else torch.device("cpu"), generators)
     shown, steps = 0, 0
     try:
         while True:
@@ -162,7 +165,8 @@ def _decode(
                     shown = final
                 if not alive:
                     return
-            decoding.step()
+            decoding.prepare()
+            advance()
             steps += 1
     finally:
         if acceptance is not None:

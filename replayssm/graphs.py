@@ -1,5 +1,6 @@
 """A step as one CUDA graph, and its verdict read back without waiting for it."""
 
+import functools
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -46,8 +47,9 @@ class Captured:
         for generator in self._generators:
             graph.register_generator_state(generator)
         try:
-            # a thread that takes what was streamed may do on the device what it likes
-            with torch.cuda.device(self._device), torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            # thread_local: another thread, which takes what was streamed, may do on the device what it likes
+            recording = torch.cuda.graph(graph, stream=_stream(self._device), capture_error_mode="thread_local")
+            with torch.cuda.device(self._device), recording:
                 self._function()
         except RuntimeError as error:
             raise RuntimeError(
@@ -55,6 +57,12 @@ class Captured:
                 "cuda_graphs=False if the model or the drafter reads values, and reset the cache."
             ) from error
         return graph
+
+
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """Where all recordings of a device are made: each stream that is new to cuBLAS costs a workspace."""
+    return torch.cuda.Stream(device)
 
 
 class Verdicts:

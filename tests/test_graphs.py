@@ -1,6 +1,8 @@
 """Steps as CUDA graphs: generate on a GPU replays one recording, waits for nothing, and gives what plain calls give."""
 
 import contextlib
+import gc
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -45,6 +47,22 @@ def test_a_function_is_called_once_a_call():
     for _ in range(7):
         captured()
     assert total.item() == 7
+
+
+def test_what_a_run_held_is_free_when_it_is_over():
+    """Caches and graphs: without waiting for Python to look for cycles."""
+    gc.collect()
+    gc.disable()
+    try:
+        model = hybrid()
+        cache = ReplayStateCache(model, 3, step_tokens=5, max_seqlen=80)
+        gone = weakref.ref(cache)
+        generate(model, PROMPTS, max_new_tokens=9, cache=cache, drafter="mtp")
+        generate(model, PROMPTS, max_new_tokens=9, cache=cache, drafter=hybrid(1))
+        del cache
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_verdicts_come_in_order_and_none_is_lost():

@@ -238,6 +238,8 @@ EVEN = torch.full((1, 2, 5), 0.2, device=DEVICE)
 BROKEN = [
     (Answering(torch.ones(1, 3, dtype=torch.int64, device=DEVICE)), ["tokens must be (1, 2)", "got (1, 3)"]),
     (Answering(torch.ones(2, dtype=torch.int64, device=DEVICE)), ["tokens must be (1, 2)", "got (2,)"]),
+    (Answering([[1, 1]]), ["tokens must be a tensor", "got list"]),
+    (Answering(ONE.to("meta")), ["tokens must be on cpu", "got meta"]),
     (Answering(ONE.float()), ["tokens must hold integers"]),
     (Answering(ONE, EVEN[..., :4]), ["probabilities must be (1, 2, 5)", "got (1, 2, 4)"]),
     (Answering(ONE, EVEN.long()), ["probabilities must be floating point"]),

@@ -97,12 +97,12 @@ def name_of(drafter: Drafter) -> str:
 
 
 def check_proposal(
-    drafter: Drafter, tokens: Tensor, probabilities: Tensor | None, shape: tuple[int, int], vocab_size: int
+    drafter: Drafter, tokens: Tensor, probabilities: Tensor | None, asked: Tensor, vocab_size: int
 ) -> None:
     """Refuse an answer of ``propose`` that is not what it has to be; values are looked at where that is free.
 
     Args:
-        shape: (batch, num) that was asked for.
+        asked: (batch, num), a tensor of the shape that was asked for, on the model's device.
         vocab_size: ids from here on are never emitted.
 
     Raises:
@@ -110,12 +110,15 @@ def check_proposal(
             not have been drawn.
     """
     where = f"{name_of(drafter)}.propose"
-    expect_shape(where, "tokens", tokens, shape, "Give one draft for each row and place, -1 for none.")
+    advice = "Give one draft for each row and place, -1 for none."
+    expect(isinstance(tokens, Tensor), f"{where}: tokens must be a tensor; got {type(tokens).__name__}. Convert them.")
+    expect_shape(where, "tokens", tokens, tuple(asked.shape), advice)
     expect_integers(where, "tokens", tokens)
+    expect_device(where, "tokens", tokens, asked.device)
     if probabilities is None:
         return
     advice = "Give the distribution of each draft over the ids that the model emits, or None."
-    expect_shape(where, "probabilities", probabilities, (*shape, vocab_size), advice)
+    expect_shape(where, "probabilities", probabilities, (*asked.shape, vocab_size), advice)
     expect(
         probabilities.is_floating_point(),
         f"{where}: probabilities must be floating point; got {probabilities.dtype}. Convert them.",
