@@ -12,11 +12,13 @@ from torch import Tensor, nn
 from replayssm import ReplayStateCache, hub
 from replayssm.cache.step import ModuleState, StatefulModule
 from replayssm.checks import expect, expect_integers, expect_shape, readable, refuse_grad
+from replayssm.drafters import MTPHead
 from replayssm.layers.norm import RMSNorm
 from replayssm.models.config import DTYPES, MIXERS, Mixer, check_config
 
 _OUTPUTS = ("out_proj", "o_proj", "down_proj")  # the projection of each mixer that writes into the residual stream
 _HEAD = "lm_head.weight"
+_MTP = "mtp."  # keys of the head for drafts, which has a file of its own
 
 
 class Block(nn.Module):
@@ -58,6 +60,9 @@ class HybridLM(nn.Module):
             keys of ``MIXERS``. Optional: tokenizer "bytes", and dtype, the name of the dtype to compute in.
         dtype: of the parameters; None is the config's, else torch's default.
 
+    Attributes:
+        mtp: a head that drafts further tokens from hidden states, for ``generate(..., drafter="mtp")``, or None.
+
     Raises:
         ValueError: a key is unknown or missing, or a value is out of range. Nothing has been built then.
     """
@@ -72,6 +77,7 @@ class HybridLM(nn.Module):
         super().__init__()
         check_config(config)
         self.config = copy.deepcopy(config)
+        self.mtp: MTPHead | None = None
         dtype = DTYPES[config["dtype"]] if dtype is None and "dtype" in config else dtype
         d_model, eps = config["d_model"], config["norm_eps"]
         weight = torch.empty(config["vocab_size"], d_model, device=device, dtype=dtype)
@@ -116,7 +122,8 @@ class HybridLM(nn.Module):
         rows: Tensor | None = None,
         parents: Tensor | None = None,
         logits_to_keep: int = 0,
-    ) -> Tensor:
+        return_hidden: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Logits of the token that follows each position: the training path without a cache, a step with one.
 
         Args:
@@ -127,9 +134,10 @@ class HybridLM(nn.Module):
             rows: (batch,) int, the cache row of each row of ids, -1 for off; None is all rows in order.
             parents: reserved for draft trees.
             logits_to_keep: columns, counted from the right, that get logits; 0 is all.
+            return_hidden: also return what the head was given, for ``mtp``.
 
         Returns:
-            (batch, t or logits_to_keep, vocab_size).
+            (batch, t or logits_to_keep, vocab_size); with ``return_hidden`` also (batch, t or logits_to_keep, d_model).
         """
         self._check_call(ids, cache, rows, parents, logits_to_keep)
         if cache is not None:
@@ -142,23 +150,51 @@ class HybridLM(nn.Module):
         x = self.embed(ids.long())
         for block, state in zip(self._blocks(), states, strict=True):
             x = block(x, state, attention_mask=attention_mask, rows=rows, parents=parents)
-        return self.lm_head(self.norm(x[:, -logits_to_keep:]))
+        hidden = self.norm(x[:, -logits_to_keep:])
+        return (self.lm_head(hidden), hidden) if return_hidden else self.lm_head(hidden)
 
     def save_pretrained(self, folder: str | os.PathLike[str], dtype: torch.dtype | None = None) -> None:
-        """Write config.json and model.safetensors; the config names the dtype the model computes in.
+        """Write config.json, model.safetensors and, with a head for drafts, mtp.safetensors.
+
+        The config names the dtype the model computes in.
 
         Args:
             folder: made if it does not exist; an interrupted call leaves what was there.
             dtype: of the file, None for that of each parameter. A_log, dt_bias, D and norm weights keep theirs.
         """
-        tensors = self.state_dict()
-        if self.config["tie_embeddings"]:
-            del tensors[_HEAD]
-        for key, tensor in tensors.items():
-            if dtype is not None and tensor.is_floating_point() and not _keeps_precision(key):
-                tensors[key] = tensor.to(dtype)
         config = {**self.config, "dtype": str(self.embed.weight.dtype).removeprefix("torch.")}
-        hub.write_folder(Path(folder), config, tensors)
+        head = None if self.mtp is None else _stored(self.mtp.state_dict(), dtype)
+        hub.write_folder(Path(folder), config, _stored(self._own(), dtype), head)
+
+    def save_mtp(self, file: str | os.PathLike[str], dtype: torch.dtype | None = None) -> None:
+        """Write the head for drafts alone; in the model's folder it is named mtp.safetensors.
+
+        Args:
+            dtype: of the file, None for that of each parameter; norm weights keep theirs.
+        """
+        if self.mtp is None:
+            raise ValueError(
+                "HybridLM.save_mtp: mtp must be an MTPHead; got None. Give the model one: model.mtp = MTPHead(...)."
+            )
+        hub.write_weights(Path(file), _stored(self.mtp.state_dict(), dtype))
+
+    def load_mtp(self, file: str | os.PathLike[str]) -> None:
+        """Take the head for drafts that ``save_mtp`` wrote, in the model's dtype and where the model is.
+
+        Raises:
+            FileNotFoundError, ValueError: the file is missing or corrupt, or does not hold exactly a head for this
+                model; every key that does not fit is listed.
+        """
+        where, path = "HybridLM.load_mtp", Path(file)
+        stored = hub.describe_weights(where, path.parent, path.name)
+        up = stored.get("up_proj.weight")
+        weight, size = self.embed.weight, len(up) if up is not None and up.ndim == 2 and len(up) else 1
+        head = MTPHead(self.config["d_model"], size, eps=self.config["norm_eps"], device="meta", dtype=weight.dtype)
+        advice = "Use the file that was saved for this model, or remove it to decode without a head."
+        _expect_fit(f"{where}: {path}", head.state_dict(), stored, "an MTP head for this model", advice)
+        for key, tensor in hub.read_weights(path.parent, path.name):
+            _fill(head, key, tensor, weight.device)
+        self.mtp = head.train(self.training)
 
     @classmethod
     def from_pretrained(
@@ -171,7 +207,7 @@ class HybridLM(nn.Module):
         """The model that ``save_pretrained`` wrote, in eval mode.
 
         Args:
-            folder: holds config.json and model.safetensors.
+            folder: holds config.json and model.safetensors; mtp.safetensors, where it is there, is loaded too.
             device: None is the CPU.
             dtype: to compute in; None is the config's, else that of the file's embedding. A_log, dt_bias, D and norm
                 weights keep the precision of the file where it is higher.
@@ -188,48 +224,22 @@ class HybridLM(nn.Module):
         if dtype is None and "dtype" not in config and "embed.weight" in stored:
             dtype = stored["embed.weight"].dtype
         model = cls(config, device="meta", dtype=dtype)
-        model._expect_fit(f"{where}: {path / hub.WEIGHTS}", stored)
+        advice = "Use the config.json that was saved with these weights."
+        _expect_fit(f"{where}: {path / hub.WEIGHTS}", model._own(), stored, "its config.json", advice)
         for key, tensor in hub.read_weights(path):
-            model._fill(key, tensor, "cpu" if device is None else device)
+            _fill(model, key, tensor, "cpu" if device is None else device)
         model._tie()
+        if (path / hub.MTP).exists():
+            model.load_mtp(path / hub.MTP)
         assert not any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
         return model.eval()
 
-    def _expect_fit(self, where: str, stored: dict[str, Tensor]) -> None:
-        """Refuse a file that does not hold exactly the tensors of this model."""
-        expected = self.state_dict()
+    def _own(self) -> dict[str, Tensor]:
+        """The tensors of model.safetensors."""
+        tensors = {key: tensor for key, tensor in self.state_dict().items() if not key.startswith(_MTP)}
         if self.config["tie_embeddings"]:
-            del expected[_HEAD]
-        faults = [f"no {key}" for key in expected if key not in stored]
-        faults += [f"{key}, which the model does not have" for key in stored if key not in expected]
-        faults += [
-            f"{key} of shape {tuple(stored[key].shape)} instead of {tuple(tensor.shape)}"
-            for key, tensor in expected.items()
-            if key in stored and stored[key].shape != tensor.shape
-        ]
-        faults += [
-            f"{key} of {stored[key].dtype} instead of floating point"
-            for key in expected
-            if key in stored and not stored[key].is_floating_point()
-        ]
-        expect(
-            not faults,
-            f"{where} must hold exactly the tensors of its config.json; got {'; '.join(faults)}. Use the config.json "
-            "that was saved with these weights.",
-        )
-
-    def _fill(self, key: str, value: Tensor, device: torch.device | str) -> None:
-        """Put a copy of a stored tensor in the place of one on meta."""
-        owner, _, name = key.rpartition(".")
-        module = self.get_submodule(owner)
-        old = getattr(module, name)
-        dtype = torch.promote_types(value.dtype, old.dtype) if _keeps_precision(key) else old.dtype
-        value = value.to(device=device, dtype=dtype, copy=True)
-        if isinstance(old, nn.Parameter):
-            parameter = nn.Parameter(value, requires_grad=old.requires_grad)
-            vars(parameter).update(vars(old))  # marks such as "no weight decay"
-            value = parameter
-        setattr(module, name, value)
+            del tensors[_HEAD]
+        return tensors
 
     def _blocks(self) -> Iterable[Block]:
         return cast(Iterable[Block], self.layers)
@@ -268,7 +278,50 @@ class HybridLM(nn.Module):
             )
 
 
+def _expect_fit(where: str, expected: dict[str, Tensor], stored: dict[str, Tensor], owner: str, advice: str) -> None:
+    """Refuse a file that does not hold exactly these tensors, which are those of ``owner``."""
+    faults = [f"no {key}" for key in expected if key not in stored]
+    faults += [f"{key}, which the model does not have" for key in stored if key not in expected]
+    faults += [
+        f"{key} of shape {tuple(stored[key].shape)} instead of {tuple(tensor.shape)}"
+        for key, tensor in expected.items()
+        if key in stored and stored[key].shape != tensor.shape
+    ]
+    faults += [
+        f"{key} of {stored[key].dtype} instead of floating point"
+        for key in expected
+        if key in stored and not stored[key].is_floating_point()
+    ]
+    expect(
+        not faults,
+        f"{where} must hold exactly the tensors of {owner}; got {'; '.join(faults)}. {advice}",
+    )
+
+
+def _fill(model: nn.Module, key: str, value: Tensor, device: torch.device | str) -> None:
+    """Put a copy of a stored tensor in the place of one on meta."""
+    owner, _, name = key.rpartition(".")
+    module = model.get_submodule(owner)
+    old = getattr(module, name)
+    dtype = torch.promote_types(value.dtype, old.dtype) if _keeps_precision(key) else old.dtype
+    value = value.to(device=device, dtype=dtype, copy=True)
+    if isinstance(old, nn.Parameter):
+        parameter = nn.Parameter(value, requires_grad=old.requires_grad)
+        vars(parameter).update(vars(old))  # marks such as "no weight decay"
+        value = parameter
+    setattr(module, name, value)
+
+
+def _stored(tensors: dict[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """The tensors as a file of this dtype holds them."""
+    return {
+        key: tensor if dtype is None or not tensor.is_floating_point() or _keeps_precision(key) else tensor.to(dtype)
+        for key, tensor in tensors.items()
+    }
+
+
 def _keeps_precision(key: str) -> bool:
     """Whether a parameter is so small and so sensitive that a lower dtype of the model does not touch it."""
     owner, _, name = key.rpartition(".")
-    return name in ("A_log", "dt_bias", "D") or owner.rpartition(".")[2].endswith("norm")
+    module = owner.rpartition(".")[2]
+    return name in ("A_log", "dt_bias", "D") or module.endswith("norm") or module.startswith("pre_fc_norm")

@@ -1,5 +1,6 @@
 """ReplaySSM: recurrent states as a checkpoint plus a ring of recent inputs, for Mamba-2, Gated DeltaNet and KDA."""
 
+from replayssm.acceptance import Acceptance
 from replayssm.cache.layer_state import LayerState
 from replayssm.cache.state_cache import ReplayStateCache
 from replayssm.generate import generate
@@ -10,6 +11,7 @@ from replayssm.layers.mamba2 import ReplayMamba2
 from replayssm.ops.records import Records, Recurrence
 
 __all__ = [
+    "Acceptance",
     "LayerState",
     "Records",
     "Recurrence",

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from replayssm import ReplayStateCache, cli_plan, generate
+from replayssm import Acceptance, ReplayStateCache, cli_plan, generate
 from replayssm.arguments import count, window
 from replayssm.bench import command as bench
 from replayssm.models import ByteTokenizer, HybridLM, from_pretrained
@@ -23,6 +23,7 @@ from replayssm.plan import conventional_traffic, replay_traffic, state_bytes
 
 BOUNDARY = 0  # byte-level models are trained on texts with a zero byte between them: it opens the prompt, and ends
 SMALL = 2**25  # parameters; a decode step of a smaller model is too little work to share between CPU threads
+NUM_DRAFTS = 4  # unless asked for
 SLACK = 1.5  # replay may be as wrong as conventional decoding in the same dtype, times this
 
 
@@ -68,6 +69,12 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--top-k", type=int, help="sample from the k likeliest tokens only")
     command.add_argument("--top-p", type=float, help="sample from the likeliest tokens that hold this much probability")
     command.add_argument("--seed", type=int, help="makes sampling repeatable")
+    command.add_argument(
+        "--drafter",
+        help="guess tokens and verify them together: prompt_lookup copies from the text, mtp is the model's own head, "
+        "anything else a smaller model",
+    )
+    command.add_argument("--num-drafts", type=count, help=f"guesses a step (default {NUM_DRAFTS}), with --drafter")
     command.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1, ...")
     command.add_argument("--dtype", choices=DTYPES, help="to compute in; default: what the model asks for")
     command.add_argument(
@@ -87,6 +94,8 @@ def _generate(options: argparse.Namespace) -> int:
             f"--compare must go with temperature 0 and dtype float32; got temperature {options.temperature:g} and "
             f"dtype {options.dtype or 'float32'}. Leave these two options out."
         )
+    if options.num_drafts is not None and options.drafter is None:
+        raise ValueError("--num-drafts must come with --drafter; got none. Add --drafter prompt_lookup.")
     prompt = _read_prompt() if options.prompt == "-" else options.prompt
     dtype = torch.float32 if options.compare else DTYPES.get(options.dtype)
     model, tokenizer = from_pretrained(options.model, device=_device(options.device), dtype=dtype)
@@ -126,9 +135,13 @@ def _device(name: str) -> torch.device:
 def _write(model: HybridLM, tokenizer: ByteTokenizer, ids: list[int], options: argparse.Namespace) -> list[int]:
     """Write the text of ``ids`` and its continuation as it comes, then speed and traffic; returns the new tokens."""
     seed = random.SystemRandom().randrange(2**31) if options.seed is None else options.seed
-    cache = ReplayStateCache(model, 1, window=options.window, max_seqlen=len(ids) + options.max_new_tokens)
+    drafter = _drafter(options, model)
+    num_drafts = options.num_drafts or NUM_DRAFTS
+    step_tokens = 1 if drafter is None else 1 + num_drafts
+    max_seqlen = len(ids) + options.max_new_tokens + step_tokens
+    cache = ReplayStateCache(model, 1, window=options.window, step_tokens=step_tokens, max_seqlen=max_seqlen)
     tokens: list[int] = []
-    text = tokenizer.stream()
+    text, acceptance = tokenizer.stream(), Acceptance()
     pieces = generate(
         model,
         [ids],
@@ -140,6 +153,9 @@ def _write(model: HybridLM, tokenizer: ByteTokenizer, ids: list[int], options: a
         seed=seed,
         eos=BOUNDARY,
         vocab_size=tokenizer.vocab_size,
+        drafter=drafter,
+        num_drafts=num_drafts,
+        acceptance=acceptance,
         stream=True,
         progress=_progress,
     )
@@ -149,16 +165,25 @@ def _write(model: HybridLM, tokenizer: ByteTokenizer, ids: list[int], options: a
     for piece in pieces:
         if not tokens:
             prefilled = time.perf_counter()
-        tokens.append(int(piece))
-        if tokens[-1] != BOUNDARY:
-            print(text.push(tokens[-1:]), end="", flush=True)
+        new = piece[0].tolist()
+        tokens += new
+        print(text.push([token for token in new if token != BOUNDARY]), end="", flush=True)
     end = time.perf_counter()
     print(text.finish(), flush=True)
     # the first token comes out of the prompt, each later one out of a decode step
     speed = (len(tokens) - 1) / (end - prefilled) if len(tokens) > 1 else 1 / (end - begin)
     drawn = f", seed {seed}" if options.temperature else ""
-    print(f"[{len(tokens)} tokens{drawn}, {speed:.1f} tokens/s, {_traffic(cache)}]", file=sys.stderr)
+    moved = _traffic(cache) if drafter is None else f"window {cache.window}, {acceptance}"
+    print(f"[{len(tokens)} tokens{drawn}, {speed:.1f} tokens/s, {moved}]", file=sys.stderr)
     return tokens
+
+
+def _drafter(options: argparse.Namespace, model: HybridLM) -> str | HybridLM | None:
+    """What --drafter names: itself, or a model in the dtype of the other."""
+    if options.drafter in (None, "prompt_lookup", "mtp"):
+        return options.drafter
+    dtype = model.embed.weight.dtype
+    return from_pretrained(options.drafter, device=model.embed.weight.device, dtype=dtype)[0]
 
 
 def _progress(done: int, total: int) -> None:
@@ -199,9 +224,10 @@ def _compare(model: HybridLM, tokenizer: ByteTokenizer, ids: list[int], tokens: 
             window=0,
             vocab_size=tokenizer.vocab_size,
             stream=True,
+            cuda_graphs=False,  # the hook runs at every step
             progress=_progress,
         )
-        conventional = [int(piece) for piece in pieces]
+        conventional = [token for piece in pieces for token in piece[0].tolist()]
     del margins[: -len(tokens)]  # what the earlier pieces of a long prompt left
     differing = [i for i, (ours, theirs) in enumerate(zip(tokens, conventional, strict=True)) if ours != theirs]
     smallest = min(margins[: differing[0] + 1 if differing else None])

@@ -1,4 +1,4 @@
-"""The one way through: prefill in pieces, then one step and one commit a token. Read it top to bottom."""
+"""The one way through: prefill in pieces, then steps and commits, with drafts or without. Read it top to bottom."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
@@ -6,12 +6,16 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from replayssm.acceptance import Acceptance
 from replayssm.cache.packing import has_interior_padding, refuse_interior_padding
 from replayssm.cache.state_cache import ReplayStateCache
 from replayssm.checks import expect, expect_integers, expect_positive, expect_shape
+from replayssm.decoding import Decoding
+from replayssm.drafters import MTP, Drafter, DraftModel, PromptLookup, Proposer, Run
+from replayssm.drafters.base import PlainDrafter, configured_vocab_size, device_of
+from replayssm.graphs import Captured, Verdicts
+from replayssm.prefill import prefill
 from replayssm.sampling import Sampler
-
-PREFILL_PIECE = 2048  # most tokens a prefill call; bounds activations, whatever the prompt's length
 
 Prompts = Tensor | Sequence[Sequence[int]]
 
@@ -33,20 +37,27 @@ def generate(
     eos: int | Sequence[int] | None = None,
     pad: int = 0,
     vocab_size: int | None = None,
-    drafter: None = None,
+    drafter: str | nn.Module | Proposer | Drafter | None = None,
     num_drafts: int = 4,
+    acceptance: Acceptance | None = None,
     stream: bool = False,
+    cuda_graphs: bool = True,
     progress: Callable[[int, int], None] | None = None,
 ) -> Tensor | Iterator[Tensor]:
     """Continue prompts by replay.
 
+    With a drafter this is speculative decoding: a step reads the newest token of each row and its drafts together, and
+    keeps those that the model would have chosen itself. Texts are the same as without (greedy), or distributed the
+    same (sampled), up to rounding.
+
     Args:
-        model: called as ``model(ids, cache, attention_mask=..., logits_to_keep=1)``, as a ``HybridLM`` is.
+        model: called as ``model(ids, cache, attention_mask=..., logits_to_keep=n)``, as a ``HybridLM`` is.
         ids: (batch, t) int tensor, or a list of lists of different lengths; every prompt has at least 1 token.
         max_new_tokens: most new tokens a row.
         attention_mask: (batch, t), 1 = a token, padding on the left or right; only with a tensor of ids.
         cache: continue these sequences: ids are then what follows everything committed. Afterwards the cache holds
-            all but the last token that each row returned. None builds one.
+            all but the last token that each row returned. None builds one. With a drafter it must have step_tokens of
+            at least 1 + num_drafts.
         window, checkpoint, read_format: of the cache that is built; see ``ReplayStateCache``.
         temperature: 0 takes the most probable token; otherwise logits are divided by it and a token is drawn.
         top_k, top_p: draw only from the k most probable tokens, from the smallest set of at least this probability.
@@ -54,33 +65,43 @@ def generate(
         eos: a row ends after emitting one of these ids.
         pad: stands in the result behind the end of a row.
         vocab_size: ids from here on are never emitted; None is what the model's config says.
-        drafter: reserved for speculative decoding.
-        num_drafts: reserved for speculative decoding.
-        stream: return an iterator of (batch, n) tensors, as the tokens come.
+        drafter: who guesses: "prompt_lookup" copies from the text, "mtp" is the model's own head; or a smaller model
+            with the same vocabulary, or an object with ``propose`` (see ``drafters.Proposer``). A drafter knows the
+            ids of this call, not what the cache held before.
+        num_drafts: most guesses a step and row.
+        acceptance: counts how many were right.
+        stream: return an iterator of (batch, n) tensors, as the tokens come: the next columns that are final in every
+            row. Joined they are the result without ``stream``.
+        cuda_graphs: on a GPU, record a step once and replay it. False for a model that reads values on the host or has
+            hooks that must run at every step.
         progress: called with (prompt tokens done, prompt tokens) after each piece of a long prompt.
 
     Returns:
         (batch, up to max_new_tokens) int64 on the model's device, new tokens only; with ``stream``, an iterator.
 
     Raises:
-        ValueError: an argument out of range; nothing has been run then.
+        ValueError: an argument out of range; nothing has been run then. Or the answer of ``propose`` is none.
     """
-    if drafter is not None:
-        raise NotImplementedError("generate: drafters do not exist yet; pass drafter=None.")
-    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    device = device_of(model)
     tokens, mask = _prompts(ids, attention_mask, device)
     expect_positive("generate", max_new_tokens=max_new_tokens)
     if vocab_size is None:
-        vocab_size = _configured_vocab_size(model)
+        vocab_size = configured_vocab_size(model)
     sampler = Sampler(temperature, top_k=top_k, top_p=top_p, seed=seed, vocab_size=vocab_size, device=device)
     ends = _ends(eos, device)
     expect(isinstance(pad, int), f"generate: pad must be an int; got {pad!r}. Give the id that fills ended rows.")
+    chosen = _drafter(drafter)
+    if chosen is None:
+        num_drafts = 0
+    else:
+        expect_positive("generate", num_drafts=num_drafts)
     if cache is None:
         cache = ReplayStateCache(
             model,
             len(tokens),
             window=window,
-            max_seqlen=tokens.shape[1] + max_new_tokens,
+            step_tokens=1 + num_drafts,
+            max_seqlen=tokens.shape[1] + max_new_tokens + num_drafts,
             checkpoint=checkpoint,
             read_format=read_format,
         )
@@ -88,57 +109,88 @@ def generate(
         cache.batch == len(tokens),
         f"generate: cache must have {len(tokens)} rows, one a prompt; got {cache.batch}. Build a cache of that batch.",
     )
-    _expect_room(cache, tokens, mask, max_new_tokens)
-    pieces = _decode(model, cache, tokens, mask, max_new_tokens, sampler, ends, pad, progress)
+    expect(
+        cache.step_tokens > num_drafts,
+        f"generate: cache must have step_tokens of at least {1 + num_drafts}, a token and num_drafts={num_drafts}; got "
+        f"{cache.step_tokens}. Build it with step_tokens={1 + num_drafts}, or ask for fewer drafts.",
+    )
+    lengths = torch.full_like(cache.seqlen, tokens.shape[1]) if mask is None else mask.sum(1)
+    needed = _expect_room(cache, lengths, max_new_tokens)
+    if chosen is not None:
+        with torch.no_grad():
+            chosen.begin(Run(model, tokens, mask, max_new_tokens, num_drafts, cache.window, sampler, vocab_size))
+    decoding = Decoding(
+        model,
+        cache,
+        tokens,
+        lengths,
+        max_new_tokens=max_new_tokens,
+        sampler=sampler,
+        ends=ends,
+        pad=pad,
+        drafter=chosen,
+        num_drafts=num_drafts,
+        spare=cache.max_seqlen is None or needed + 1 + num_drafts <= cache.max_seqlen,
+    )
+    pieces = _decode(decoding, tokens, mask, acceptance, cuda_graphs, progress)
     return pieces if stream else torch.cat(list(pieces), dim=1)
 
 
 @torch.no_grad()
 def _decode(
-    model: nn.Module,
-    cache: ReplayStateCache,
+    decoding: Decoding,
     tokens: Tensor,
     mask: Tensor | None,
-    max_new_tokens: int,
-    sampler: Sampler,
-    ends: Tensor,
-    pad: int,
+    acceptance: Acceptance | None,
+    cuda_graphs: bool,
     progress: Callable[[int, int], None] | None,
 ) -> Iterator[Tensor]:
-    """Yield (batch, 1) tokens until every row has ended or has all its tokens."""
-    logits = _prefill(model, cache, tokens, mask, progress)
-    alive = torch.ones(len(tokens), dtype=torch.bool, device=tokens.device)
-    for emitted in range(1, max_new_tokens + 1):  # a row that has ended is fed on, and what it gives is not kept
-        token = sampler(logits)
-        yield torch.where(alive, token, pad).unsqueeze(1)
-        if len(ends):
-            alive = alive.logical_and(torch.isin(token, ends).logical_not())
-        if emitted == max_new_tokens or (len(ends) and not alive.any()):
-            return
-        logits = model(token.unsqueeze(1), cache, logits_to_keep=1)[:, -1]
-        cache.commit(alive.long() if len(ends) else None)  # a row that has ended does not advance
+    """Read the prompts, then yield the next columns of the result until every row has ended."""
+    hidden_too = decoding.drafter is not None and decoding.drafter.reads_hidden
+    read = prefill(decoding.model, decoding.cache, tokens, mask, return_hidden=hidden_too, progress=progress)
+    decoding.start(*read)
+    verdicts = Verdicts(tokens.device)
+    generators = [] if decoding.sampler.generator is None else [decoding.sampler.generator]
+    # held here and not by what it runs: a cycle would keep memory of the GPU until Python looks for cycles
+    advance = Captured(decoding.advance, tokens.device if cuda_graphs else torch.device("cpu"), generators)
+    shown, steps = 0, 0
+    try:
+        while True:
+            verdicts.put(decoding.verdict)
+            more = steps < decoding.max_new_tokens - 1  # each step gives a row at least 1 token
+            while verdicts.due or (len(verdicts) and not more):
+                final, alive = verdicts.take()
+                if final > shown:
+                    yield decoding.tokens[:, shown:final]
+                    shown = final
+                if not alive:
+                    return
+            decoding.prepare()
+            advance()
+            steps += 1
+    finally:
+        if acceptance is not None:
+            acceptance.add(decoding.counts)
 
 
-def _prefill(
-    model: nn.Module,
-    cache: ReplayStateCache,
-    tokens: Tensor,
-    mask: Tensor | None,
-    progress: Callable[[int, int], None] | None,
-) -> Tensor:
-    """Feed the prompts in pieces; returns the logits behind each row's last token, (batch, vocab)."""
-    total = tokens.shape[1]
-    # pieces of about one length: a short last one would be a step, in which a layer's limits do not hold
-    pieces = tokens.tensor_split(-(-total // PREFILL_PIECE), dim=1)
-    done = 0
-    for piece in pieces:
-        piece_mask = None if mask is None else mask[:, done : done + piece.shape[1]]
-        logits = model(piece, cache, attention_mask=piece_mask, logits_to_keep=1)
-        cache.commit()
-        done += piece.shape[1]
-        if progress is not None and len(pieces) > 1:
-            progress(done, total)
-    return logits[:, -1]  # prompts are left-padded, so the last column is real in every row
+def _drafter(drafter: str | nn.Module | Proposer | Drafter | None) -> Drafter | None:
+    """What stands for each way to name a drafter."""
+    if drafter is None or isinstance(drafter, Drafter):
+        return drafter
+    if isinstance(drafter, str) and drafter in _BY_NAME:
+        return _BY_NAME[drafter]()
+    if isinstance(drafter, Proposer):
+        return PlainDrafter(drafter)
+    expect(
+        isinstance(drafter, nn.Module),
+        f"generate: drafter must be {', '.join(map(repr, _BY_NAME))}, a model, an object with propose, or None; got "
+        f"{drafter!r}. Choose one of these.",
+    )
+    assert isinstance(drafter, nn.Module)
+    return DraftModel(drafter)
+
+
+_BY_NAME: dict[str, type[Drafter]] = {"prompt_lookup": PromptLookup, "mtp": MTP}
 
 
 def _prompts(ids: Prompts, attention_mask: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor | None]:
@@ -181,17 +233,17 @@ def _ends(eos: int | Sequence[int] | None, device: torch.device) -> Tensor:
     return torch.tensor(ids, dtype=torch.int64, device=device)
 
 
-def _expect_room(cache: ReplayStateCache, tokens: Tensor, mask: Tensor | None, max_new_tokens: int) -> None:
-    """Refuse what max_seqlen leaves no room for, before anything runs; the last new token is never fed."""
+def _expect_room(cache: ReplayStateCache, lengths: Tensor, max_new_tokens: int) -> int:
+    """Tokens of the longest row at the end without the last one, which is never fed; there must be room for them."""
     if cache.max_seqlen is None:
-        return
-    lengths = tokens.shape[1] if mask is None else mask.sum(1)
+        return 0
     needed = int((cache.seqlen + lengths).max()) + max_new_tokens - 1
     expect(
         needed <= cache.max_seqlen,
         f"generate: cache must have max_seqlen of at least {needed}, tokens committed + prompt + new tokens - 1; got "
         f"{cache.max_seqlen}. Build a longer cache, or ask for fewer tokens.",
     )
+    return needed
 
 
 def _left_padded(tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -203,8 +255,3 @@ def _left_padded(tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     refuse_interior_padding("generate", has_interior_padding(mask))
     order = torch.argsort(mask.to(torch.uint8), dim=1, stable=True)
     return tokens.gather(1, order), mask.gather(1, order)
-
-
-def _configured_vocab_size(model: nn.Module) -> int | None:
-    config = getattr(model, "config", None)
-    return config.get("vocab_size") if isinstance(config, dict) else None

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from replayssm.checks import expect
 
-CONFIG, WEIGHTS = "config.json", "model.safetensors"
+CONFIG, WEIGHTS, MTP = "config.json", "model.safetensors", "mtp.safetensors"
 _HUB_NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 _DTYPES = {
     "F64": torch.float64,
@@ -79,13 +79,13 @@ def read_config(where: str, folder: Path) -> dict[str, Any]:
     return config
 
 
-def describe_weights(where: str, folder: Path) -> dict[str, Tensor]:
-    """Shape and dtype of every tensor of the folder, as tensors on meta; reads the file's header only.
+def describe_weights(where: str, folder: Path, name: str = WEIGHTS) -> dict[str, Tensor]:
+    """Shape and dtype of every tensor of a file of the folder, as tensors on meta; reads the file's header only.
 
     Raises:
         FileNotFoundError, ValueError: the file is missing, corrupt or cut short.
     """
-    path = _existing(where, folder, WEIGHTS)
+    path = _existing(where, folder, name)
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 (not a dict)
@@ -103,25 +103,51 @@ def describe_weights(where: str, folder: Path) -> dict[str, Tensor]:
     return {key: torch.empty(shape, dtype=_DTYPES[dtype], device="meta") for key, (shape, dtype) in entries.items()}
 
 
-def read_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """Names and tensors of the folder, one at a time; a tensor shares the file's memory until it is copied."""
-    with safe_open(folder / WEIGHTS, framework="pt", device="cpu") as file:
+def read_weights(folder: Path, name: str = WEIGHTS) -> Iterator[tuple[str, Tensor]]:
+    """Names and tensors of a file, one at a time; a tensor shares the file's memory until it is copied."""
+    with safe_open(folder / name, framework="pt", device="cpu") as file:
         for key in file.keys():  # noqa: SIM118 (not a dict)
             yield key, file.get_tensor(key)
 
 
-def write_folder(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Write config.json and model.safetensors. An interrupted write leaves the files that were there."""
+def write_folder(
+    folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], head: Mapping[str, Tensor] | None = None
+) -> None:
+    """Write config.json, model.safetensors and, for a model with a head for drafts, mtp.safetensors.
+
+    An interrupted write leaves the files that were there. A head of other weights does not stay.
+    """
     text = json.dumps(dict(config), indent=2) + "\n"
-    weights = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
+    weights = {WEIGHTS: _on_the_host(tensors)} | ({} if head is None else {MTP: _on_the_host(head)})
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".partial-", dir=folder) as partial:  # one for each of two writers
-        weights_path, config_path = Path(partial, WEIGHTS), Path(partial, CONFIG)
-        save_file(weights, weights_path, metadata={"format": "pt"})
+        config_path = Path(partial, CONFIG)
         config_path.write_text(text, encoding="utf-8")
-        shutil.copymode(config_path, weights_path)  # save_file lets nobody but the owner read
-        for path in (weights_path, config_path):
+        paths = [config_path]
+        for name, content in weights.items():
+            paths.append(Path(partial, name))
+            save_file(content, paths[-1], metadata={"format": "pt"})
+            shutil.copymode(config_path, paths[-1])  # save_file lets nobody but the owner read
+        for path in reversed(paths):
             path.replace(folder / path.name)
+    if head is None:
+        (folder / MTP).unlink(missing_ok=True)
+
+
+def write_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write one safetensors file, in a folder that is made if need be; interrupted it leaves what was there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".partial-", dir=path.parent) as partial:
+        written = Path(partial, path.name)
+        written.touch()
+        mode = written.stat().st_mode
+        save_file(_on_the_host(tensors), written, metadata={"format": "pt"})
+        written.chmod(mode)  # save_file lets nobody but the owner read
+        written.replace(path)
+
+
+def _on_the_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
 
 
 def _existing(where: str, folder: Path, name: str) -> Path:

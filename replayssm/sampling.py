@@ -50,19 +50,40 @@ class Sampler:
             self.generator = torch.Generator(device).manual_seed(seed)
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """(batch, vocab) -> (batch,) int64."""
-        if self.vocab_size is not None:
-            logits = logits[:, : self.vocab_size]
+        """(..., vocab) -> (...) int64."""
+        return self.choose(logits)[0]
+
+    def choose(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(..., vocab) -> a token each (...) int64, and what it was drawn from (``probabilities``), None if greedy."""
         if self.temperature == 0:
-            return logits.argmax(-1)
-        return torch.multinomial(self.probabilities(logits), 1, generator=self.generator).squeeze(1)
+            return self.emitted(logits).argmax(-1), None
+        probabilities = self.probabilities(logits)
+        return self.draw(probabilities), probabilities
+
+    def draw(self, weights: Tensor) -> Tensor:
+        """Draw in proportion to weights (..., vocab), each row with a positive one -> (...) int64.
+
+        The first of exponential clocks that run at these rates: torch.multinomial would wait for the device to check
+        its input.
+        """
+        clock = torch.empty_like(weights).exponential_(generator=self.generator)
+        tiny = torch.finfo(clock.dtype).tiny  # a clock at 0 would divide 0 by 0
+        return (weights / clock.clamp(min=tiny)).argmax(-1)
+
+    def uniform(self, like: Tensor) -> Tensor:
+        """fp32 numbers in [0, 1), in the shape of ``like``."""
+        return torch.rand(like.shape, device=like.device, generator=self.generator)
+
+    def emitted(self, logits: Tensor) -> Tensor:
+        """The logits of ids that may be chosen, a view."""
+        return logits if self.vocab_size is None else logits[..., : self.vocab_size]
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """(batch, vocab) -> the distribution that tokens are drawn from, same shape, fp32."""
-        logits = logits.float()
+        """(..., vocab) -> the distribution that tokens are drawn from, (..., at most vocab_size) fp32."""
+        logits = self.emitted(logits).float()
         logits = (logits - logits.amax(-1, keepdim=True)) / self.temperature  # the largest is 0: nothing overflows
         if self.top_k is not None and self.top_k < logits.shape[-1]:
-            smallest_kept = logits.topk(self.top_k).values[:, -1:]
+            smallest_kept = logits.topk(self.top_k).values[..., -1:]
             logits = logits.masked_fill(logits < smallest_kept, -torch.inf)
         if self.top_p is not None:
             values, order = logits.sort(dim=-1, descending=True)

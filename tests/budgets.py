@@ -4,6 +4,7 @@ E64: an fp64 result may miss the fp64 token loop by 1e-12 of the output's RMS, a
 E32: a result may miss the fp64 token loop by 8 times what the same loop misses when it runs in fp32.
 E16: a result of 16-bit kernels may miss the fp64 result by 2 times what plain PyTorch misses whose matrix products take
      16-bit operands.
+Draws: the chi-square of counts may be as large as it is once in three million runs of right code.
 """
 
 import torch
@@ -13,6 +14,7 @@ REL64 = 1e-12
 SLACK_GRADIENT = 10.0  # a gradient collects the rounding of both directions, over longer sums
 SLACK16 = 2.0  # kernels also round what they hand from one to the next
 SLACK32 = 8.0
+SIGMAS = 5.0  # of a normal distribution, the chance of more is 3e-7
 STOCK_FLOOR = 1e-6  # transformers computes in fp32 inside, whatever the dtype of its weights
 TRAFFIC_MODEL = 0.25  # of a measured time: clocks, kernels and machines differ by as much
 
@@ -90,3 +92,21 @@ def assert_predicted(predicted: float, measured: float, what: str) -> None:
     """A time from the traffic model, against one that was taken."""
     allowed = TRAFFIC_MODEL * measured
     assert abs(predicted - measured) <= allowed, f"{what}: predicted {predicted:.1f}, measured {measured:.1f}"
+
+
+def assert_drawn_from(counts: Tensor, distribution: Tensor, what: str = "draws") -> None:
+    """Counts of draws (n, categories), each row from its distribution of the same shape; the chi-square test.
+
+    Its limit is Wilson and Hilferty's: a chi-square divided by its degrees of freedom is the cube of a normal number of
+    mean 1 - v and variance v, v = 2 / (9 * degrees).
+    """
+    counts, distribution = torch.atleast_2d(counts.double()), torch.atleast_2d(distribution.double())
+    possible = distribution > 0
+    assert (counts[~possible] == 0).all(), f"{what}: something was drawn that cannot be"
+    expected = counts.sum(1, keepdim=True) * distribution
+    assert (expected[possible] >= 5).all(), f"{what}: too few draws for a chi-square test"
+    statistic = ((counts - expected)[possible] ** 2 / expected[possible]).sum().item()
+    degrees = int(possible.sum()) - len(counts)
+    v = 2 / (9 * degrees)
+    limit = degrees * (1 - v + SIGMAS * v**0.5) ** 3
+    assert statistic <= limit, f"{what}: chi-square {statistic:.1f} of {degrees} degrees is over the limit {limit:.1f}"

@@ -12,9 +12,10 @@ import torch
 
 from replayssm import ReplayStateCache, cli, generate
 from replayssm.bench.cases import CASES
-from replayssm.generate import PREFILL_PIECE
+from replayssm.drafters import MTPHead
 from replayssm.models import ByteTokenizer, HybridLM, from_pretrained
 from replayssm.plan import USABLE, conventional_traffic, replay_traffic, state_bytes
+from replayssm.prefill import PREFILL_PIECE
 
 PROMPT = "def f(x):"
 CONFIG = {
@@ -98,6 +99,26 @@ def test_a_long_prompt_shows_progress(
     assert shown == [f"[prompt: {tokens} of {total} tokens]" for tokens in done]
 
 
+@pytest.mark.parametrize("drafter", ["prompt_lookup", "mtp", "itself"])
+def test_drafts_leave_the_text_as_it_is_and_the_report_says_how_many_were_right(
+    tmp_path: Path, folder: str, capsys: pytest.CaptureFixture[str], drafter: str
+) -> None:
+    model = endless()
+    model.mtp = MTPHead(32, 16)
+    model.save_pretrained(tmp_path)
+    named = str(tmp_path) if drafter == "itself" else drafter
+    command = ["generate", PROMPT, "--model", str(tmp_path), "--max-new-tokens", "20", "--compare"]
+    assert cli.main([*command, "--drafter", named, "--num-drafts", "3"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == PROMPT + continuation(folder, PROMPT.encode(), 20) + "\n"
+    said = r"\[20 tokens, [\d.]+ tokens/s, window 16, mean accepted length ([\d.]+) tokens a step, (.*)\]\n\[compare: a"
+    found = re.match(said, printed.err)
+    assert found
+    # 19 tokens: the first comes out of the prompt; 4 a step, and 3 in the last
+    assert drafter != "itself" or (found[1], found[2]) == ("3.80", "100% of 14 drafts accepted")
+    assert 1 <= float(found[1]) <= 4
+
+
 def test_a_seed_fixes_the_text_and_the_seed_that_was_used_is_shown(
     folder: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -134,6 +155,10 @@ def test_the_text_ends_where_the_model_ends_it(tmp_path: Path, capsys: pytest.Ca
         (["--top-p", "1.5", "--temperature", "1"], ["top_p must be", "got 1.5"]),
         (["--device", "abacus"], ["--device must be", "got abacus"]),
         (["--compare", "--temperature", "0.5"], ["--compare must go with", "got temperature 0.5"]),
+        (["--num-drafts", "2"], ["--num-drafts must come with --drafter"]),
+        (["--drafter", "mtp"], ["drafter must be", "without an MTP head"]),
+        (["--drafter", "no/such/folder"], ["no/such/folder"]),
+        (["--drafter", "prompt_lookup", "--num-drafts", "16"], ["window must be", "step_tokens=17"]),
         (["--compare", "--dtype", "bfloat16"], ["--compare must go with", "dtype bfloat16"]),
     ],
 )

@@ -4,14 +4,12 @@ import itertools
 
 import pytest
 import torch
-from draws import DEVICE, draw, on_the_host
+from draws import DEVICE, on_the_host
 from hybrids import ALL, build, config, token_ids
 from refusals import refused
 from torch import Tensor, nn
 
-import replayssm
-from replayssm import ReplayStateCache, generate
-from replayssm import generate as generate_function
+from replayssm import ReplayStateCache, generate, prefill
 from replayssm.sampling import Sampler
 
 PROMPTS = [token_ids(1, n, seed=n)[0].tolist() for n in (9, 1, 4)]
@@ -51,7 +49,7 @@ def test_a_padded_tensor_is_the_list_of_its_prompts(side):
 def test_a_long_prompt_is_read_in_pieces_and_reports_its_progress(monkeypatch):
     model, seen = build(config(*ALL)), []
     expected = generate(model, PROMPTS, max_new_tokens=8)
-    monkeypatch.setitem(generate_function.__globals__, "PREFILL_PIECE", 4)
+    monkeypatch.setattr(prefill, "PREFILL_PIECE", 4)
     tokens = generate(model, PROMPTS, max_new_tokens=8, progress=lambda *done: seen.append(done))
     assert torch.equal(tokens, expected)
     done = [0, *(tokens for tokens, _ in seen)]
@@ -213,11 +211,6 @@ def test_a_cache_of_another_batch_is_refused():
     cache = ReplayStateCache(model, 2, max_seqlen=60)
     with refused(ValueError, "cache must have 3 rows", "got 2", cache=cache):
         generate(model, PROMPTS, max_new_tokens=4, cache=cache)
-
-
-def test_drafters_are_refused_until_they_exist():
-    with refused(NotImplementedError, "drafter"):
-        replayssm.generate(Constant(draw(1, 5)), [[1]], max_new_tokens=1, drafter="prompt_lookup")
 
 
 @pytest.mark.parametrize("cached", [False, True])

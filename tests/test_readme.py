@@ -4,7 +4,10 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
+import replayssm
+from replayssm.models import from_pretrained
 from replayssm.plan import StateBytes, conventional_traffic, replay_traffic
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -25,6 +28,17 @@ def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out
     assert "tensor([17])" in shown  # 16 bytes of prompt, and the one token kept
     assert "'checkpoint'" in shown
+
+
+def test_the_example_of_speculation_prints_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
+    (example,) = re.findall(r"```python\n(acceptance = .*?)```", README, re.DOTALL)
+    model, tokenizer = from_pretrained("tiny")
+    ids = torch.tensor([tokenizer.encode("import os\n\n\ndef ")])
+    names = {"replayssm": replayssm, "model": model, "ids": ids}
+    exec(compile(example, "README.md", "exec"), names)
+    (said,) = re.findall(r"# (mean accepted length .*)", example)
+    assert capsys.readouterr().out.strip() == said
+    assert torch.equal(names["tokens"], replayssm.generate(model, ids, max_new_tokens=64))
 
 
 @pytest.mark.parametrize("name", GEOMETRIES)

@@ -55,7 +55,8 @@ def test_weights_are_at_most_8_megabytes():
 def test_readme_speaks_of_these_weights(tiny, figures):
     digest = hashlib.sha256((BUNDLE / "model.safetensors").read_bytes()).hexdigest()
     assert digest in figures["model.safetensors"]
-    assert figures["Parameters"] == f"{sum(p.numel() for p in tiny[0].parameters()):,}"
+    own = [p.numel() for name, p in tiny[0].named_parameters() if not name.startswith("mtp.")]
+    assert figures["Parameters"] == f"{sum(own):,}"
     assert float(figures["Held-out bits per byte"]) < float(figures["`xz -9` bits per byte"])
     far = [float(bits) for bits in figures["Bits per byte at 64K to 128K"].split(", ")]
     assert max(far) <= 1.1 * float(figures["Bits per byte at 1K to 2K"])
@@ -112,6 +113,30 @@ def test_greedy_text_is_the_same_for_every_window_from_0_to_33(tiny):
     prompt = [tokenizer.encode(PROMPTS[0])]
     texts = [tokenizer.decode(greedy(model, prompt, window)[0].tolist()) for window in range(34)]
     assert texts == texts[:1] * 34
+
+
+@pytest.mark.skipif(not (BUNDLE / "mtp.safetensors").exists(), reason="the bundled model has no head for drafts")
+def test_the_head_for_drafts_is_small_and_right_more_often_than_not(tiny):
+    assert (BUNDLE / "mtp.safetensors").stat().st_size <= 2_000_000
+    acceptance = replayssm.Acceptance()
+    prompts = [list(b"\0" + text[:256]) for text in list(evaluate_tiny.held_out_documents().values())[::10]]
+    tokens = replayssm.generate(tiny[0], prompts, max_new_tokens=64, drafter="mtp", acceptance=acceptance)
+    assert torch.equal(tokens, greedy(tiny[0], prompts, 16))
+    assert acceptance.accepted[0] / acceptance.proposed[0] > 0.5
+
+
+@pytest.mark.parametrize("window", [5, 8, 16])
+def test_rc13_greedy_text_with_drafts_is_that_without(tiny, window):
+    model, tokenizer = tiny
+    acceptance = replayssm.Acceptance()
+    prompts = [tokenizer.encode(prompt) for prompt in (PROMPTS[0], PROMPTS[6])]
+    tokens = replayssm.generate(
+        model, prompts, max_new_tokens=64, window=window, drafter="prompt_lookup", acceptance=acceptance
+    )
+    assert torch.equal(tokens, greedy(model, prompts, window))
+    accepted, proposed = sum(acceptance.accepted), sum(acceptance.proposed)
+    assert accepted >= 5
+    assert proposed - accepted >= 20
 
 
 def test_what_it_writes_is_python(tiny):
