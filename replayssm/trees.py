@@ -5,6 +5,7 @@ committed token. A parent stands before its child, so columns in order never mee
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from replayssm.checks import expect, expect_device, expect_integers, expect_shape, readable
@@ -36,6 +37,16 @@ class Tree:
     def t(self) -> int:
         """Nodes of the tree."""
         return self.parents.shape[1]
+
+    def lookback(self, width: int) -> Tensor:
+        """The ``width`` tokens that end with each node, oldest first.
+
+        Returns:
+            (rows, t, width) int64: columns of the call, and for committed tokens -1, -2, ... from the last one back.
+        """
+        back = torch.arange(width - 1, -1, -1, device=self.depth.device)
+        line = F.pad(self.ancestors, (0, max(0, width - self.t)), value=-1).index_select(2, back)
+        return torch.where(line >= 0, line, self.depth.unsqueeze(2) - back)
 
     def prefix(self, path: Tensor, length: Tensor) -> Tensor:
         """How far a path goes from the root, each node the child of the one before it.
