@@ -26,9 +26,11 @@ class ShortConv(nn.Conv1d):
 
     def forward(self, window: Tensor) -> Tensor:
         """What ``with_history`` gives -> (batch, t, channels)."""
-        if window.ndim == 4:  # a draft tree: every node has a window of its own
-            return self(window.flatten(0, 1)).view(*window.shape[:2], -1)
-        return F.silu(super().forward(window.transpose(1, 2)).transpose(1, 2))
+        stride = 1
+        if window.ndim == 4:  # a window for each node of a tree: laid one after another, they take the sums of a chain
+            stride, window = window.shape[2], window.flatten(1, 2)
+        y = F.conv1d(window.transpose(1, 2), self.weight, self.bias, stride=stride, groups=self.groups)
+        return F.silu(y.transpose(1, 2))
 
 
 def with_history(x: Tensor, conv_state: LayerState | None, d_conv: int) -> Tensor:
