@@ -1,5 +1,7 @@
 """Steps of draft trees in a cache: degenerate trees, whole models, the kernels' u, refusals, graphs."""
 
+import random
+
 import pytest
 import torch
 from backends import given
@@ -13,11 +15,14 @@ from passthrough import PASSTHROUGH
 from programs import poison
 from refusals import assert_unchanged, refused, snapshot
 from running import running, step, tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import replayssm.cache.kept
 import replayssm.cache.layer_state
 import replayssm.cache.state_cache
 import replayssm.cache.step
+import replayssm.models.hybrid
 import replayssm.trees
 from replayssm import ReplayStateCache
 from replayssm.models import Attention
@@ -97,6 +102,34 @@ def test_the_write_vectors_that_kernels_read_are_those_of_the_path(geometry):
         assert_e64(*u, f"u of row {row}")
     token = draw(2, 2, 1, 24)
     assert_e64(*(step(cache, [layer], token) for cache in caches))
+
+
+@pytest.mark.parametrize(("geometry", "window"), [(M, 5), (G, 8), (K, 16)], ids=lambda v: str(getattr(v, "kind", v)))
+def test_the_state_after_many_rounds_is_that_of_the_accepted_paths(geometry, window):
+    """As case RC-13, over trees: most nodes are rejected, and NaN is written into their places."""
+    layer, rounds, choice = geometry.build(), 60, random.Random(window)
+    parents = [[[choice.randint(-1, j - 1) for j in range(5)] for _ in range(3)] for _ in range(rounds)]
+    kept = [[line(of_row, choice.randint(-1, 4)) for of_row in of_round] for of_round in parents]
+    ends = torch.tensor([list(map(len, lines)) for lines in kept]).cumsum(0)
+    stream = geometry.input(3, int(ends.max()))
+    exact = geometry.trace(layer, stream)
+    cache = ReplayStateCache([layer], 3, window=window, step_tokens=5)
+    for number, (of_round, lines) in enumerate(zip(parents, kept, strict=True)):
+        x, places = draw(1000 + number, 3, 5, geometry.d_model), []
+        for row, nodes in enumerate(lines):
+            end = int(ends[number, row])
+            places.append(range(end - len(nodes), end))
+            x[row, nodes] = stream[row, places[row]]
+        y = step(cache, [layer], x, parents=tensor(*of_round))
+        cache.commit(tensor(*map(len, lines)), path=padded(lines))
+        poison(cache)
+        for row, nodes in enumerate(lines):
+            if nodes:
+                assert_e64(y[row, nodes], exact.output[row, places[row]], f"row {row} of round {number}")
+    assert cache.seqlen.tolist() == ends[-1].tolist()
+    state = torch.stack([exact.states[row, end - 1] for row, end in enumerate(ends[-1].tolist())])
+    assert_e64(cache[0].state(), state, "state")
+    assert int(ends[-1].sum()) < rounds * 3 * 5 / 2
 
 
 @given(window=windows(5), rounds=st.integers(1, 4), data=st.data(), seed=seeds)
@@ -297,6 +330,44 @@ def test_trees_and_paths_that_cannot_be_read_are_put_right_and_reported(monkeypa
         assert_unchanged(cache, snapshot(right))
         with pytest.raises(RuntimeError, match=words):
             cache.check()
+
+
+class Waits(TorchDispatchMode):
+    """The operations that look at values, for which a host would wait for its device."""
+
+    found: frozenset[str] = frozenset()
+    names = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2")
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if name in self.names or (name.startswith("index") and any(is_mask(x) for x in tree_leaves(args[1:]))):
+            self.found |= {name}
+        return func(*args, **(kwargs or {}))
+
+
+def is_mask(x: object) -> bool:
+    return isinstance(x, torch.Tensor) and x.dtype == torch.bool
+
+
+def test_a_step_of_a_tree_and_its_commit_wait_for_nothing(monkeypatch):
+    modules = replayssm.cache.step, replayssm.cache.kept, replayssm.cache.state_cache, replayssm.cache.layer_state
+    for module in (*modules, replayssm.trees, replayssm.models.hybrid):
+        monkeypatch.setattr(module, "readable", lambda tensor: False)
+    model = build(config())
+    cache = ReplayStateCache(model, 3, window=5, step_tokens=5, max_seqlen=60, backend="torch")
+    feed(model, cache, token_ids(3, 6), [6])
+    rows, parents, ids = tensor(2, -1, 0), tensor(*TREE), token_ids(3, 5)
+    held = {name: x.data_ptr() for name, x in cache.tensors().items()}
+    with torch.no_grad(), Waits() as waits:
+        for _ in range(3):
+            logits = model(ids, cache, rows=rows, parents=parents)
+            n, path = longest_accepted(parents, ids, logits.argmax(-1))
+            cache.commit(torch.where(rows < 0, 0, n), path=path)
+    assert not waits.found
+    assert held == {name: x.data_ptr() for name, x in cache.tensors().items()}
+    with torch.no_grad(), Waits() as waits:  # it does see one
+        int(cache.seqlen[0])
+    assert waits.found == {"_local_scalar_dense"}
 
 
 @on_the_host
