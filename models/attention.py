@@ -4,6 +4,8 @@ Rollback is not advancing: the key and value of a rejected token lie beyond ``se
 overwritten later.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -12,6 +14,7 @@ from replayssm.cache.packing import Packing, masked
 from replayssm.cache.ring import read_rings, write_rings
 from replayssm.cache.step import ModuleState, Step
 from replayssm.checks import expect, expect_choice, expect_positive, expect_shape, refuse_grad
+from replayssm.trees import Tree
 
 PIECE = 256  # queries attended at once under a sliding window narrower than this
 MASK_ELEMENTS = 2**24  # of one piece of a scan over a full buffer: 64 MiB where the backend makes floats of the mask
@@ -29,6 +32,9 @@ class KVState(ModuleState):
 
     def tensors(self) -> dict[str, Tensor]:
         return {"kv.k": self.k, "kv.v": self.v}
+
+    def rings(self) -> Sequence[Sequence[Tensor]]:
+        return [[self.k, self.v]]
 
 
 class Attention(nn.Module):
@@ -141,7 +147,9 @@ class Attention(nn.Module):
             state: what ``cache.state_of(self)`` returns; the step stays open until ``cache.commit``.
             attention_mask: (batch, t), 1 = a token. A masked position is as if it were not there.
             rows: (batch,) int, the cache row of each row of x, -1 for off; None is all rows in order.
-            parents: reserved for draft trees.
+            parents: (t,) or (batch, t) int, the tokens are the nodes of a draft tree: the column of each node's parent,
+                -1 for the last committed token. A node follows what is committed and its ancestors, and no other node;
+                ``cache.commit`` then names a path. Needs t <= step_tokens and no attention_mask.
 
         Returns:
             (batch, t, d_model); exact zeros at masked positions and for rows that are off.
@@ -151,8 +159,7 @@ class Attention(nn.Module):
             return self._forward_whole(x, attention_mask)
         refuse_grad("Attention.forward", self, x)
         step = state.open_step(x.shape[1], rows, attention_mask, parents)
-        position = step.start.unsqueeze(1) + torch.arange(step.t, device=x.device)
-        q, k, v = self._project(step.pack(x), position)
+        q, k, v = self._project(step.pack(x), step.position())
         return state.finish_step(self.o_proj(self._attend_cached(q, k, v, state, step).flatten(2)))
 
     def _forward_whole(self, x: Tensor, attention_mask: Tensor | None) -> Tensor:
@@ -233,19 +240,33 @@ class Attention(nn.Module):
         live = token >= 0
         if self.window is not None:
             live = live & (token > step.start.unsqueeze(1) - self.window)  # rejected tokens may lie in older slots
-        query = step.start.unsqueeze(1) + torch.arange(step.t, device=q.device)
+        key = token if step.tree is None else _positions(token, step.start, step.tree)
         seen_k = masked(step.take(state.k), live).to(q.dtype)
         seen_v = masked(step.take(state.v), live).to(q.dtype)
         piece = step.t
         if step.scan:
             piece = max(1, MASK_ELEMENTS // (len(q) * slots * (self.nheads // self.kv_heads)))
         outputs = []
-        for part, position in zip(q.split(piece, 1), query.split(piece, 1), strict=True):
-            allowed = live.unsqueeze(1) & (token.unsqueeze(1) <= position.unsqueeze(2))
+        for part, query in zip(q.split(piece, 1), step.position().split(piece, 1), strict=True):
+            allowed = live.unsqueeze(1) & (key.unsqueeze(1) <= query.unsqueeze(2))
             if self.window is not None:
-                allowed = allowed & (token.unsqueeze(1) > position.unsqueeze(2) - self.window)
+                allowed = allowed & (key.unsqueeze(1) > query.unsqueeze(2) - self.window)
+            if step.tree is not None:  # which is one piece
+                allowed = allowed & _committed_or_before(token, step.start, step.tree)
             outputs.append(_attend(part, seen_k, seen_v, allowed))
         return torch.cat(outputs, 1)
+
+
+def _positions(token: Tensor, start: Tensor, tree: Tree) -> Tensor:
+    """Where the cached tokens (batch, slots) stand in their sequences, those from ``start`` (batch,) on as nodes."""
+    node = token - start.unsqueeze(1)
+    return torch.where(node < 0, token, start.unsqueeze(1) + tree.depth.gather(1, node.clamp(min=0)))
+
+
+def _committed_or_before(token: Tensor, start: Tensor, tree: Tree) -> Tensor:
+    """(batch, t, slots) bool: the cached token (batch, slots) is committed, or the node itself or an ancestor of it."""
+    node = (token - start.unsqueeze(1)).unsqueeze(1)
+    return (node < 0) | tree.before.gather(2, node.clamp(min=0).expand(-1, tree.t, -1))
 
 
 def rotate(x: Tensor, position: Tensor, theta: float) -> Tensor:

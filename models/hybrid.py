@@ -132,7 +132,9 @@ class HybridLM(nn.Module):
             attention_mask: (batch, t), 1 = a token. A masked position is as if it were not there; logits there are
                 unspecified.
             rows: (batch,) int, the cache row of each row of ids, -1 for off; None is all rows in order.
-            parents: reserved for draft trees.
+            parents: (t,) or (batch, t) int, the tokens are the nodes of a draft tree: the column of each node's parent,
+                -1 for the last committed token. A node follows what is committed and its ancestors, and no other node;
+                ``cache.commit`` then names a path. Needs t <= step_tokens and no attention_mask.
             logits_to_keep: columns, counted from the right, that get logits; 0 is all.
             return_hidden: also return what the head was given, for ``mtp``.
 

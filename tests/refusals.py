@@ -12,7 +12,7 @@ from torch import Tensor
 import replayssm
 
 # <Class.method>: <argument> must be <rule>; got <value>. <What to do.> Perhaps with the module's name behind the first.
-WHERE = r"^([A-Z]\w+|generate)(\.\w+)*( \([^)]*\)| '[^']*')?: "
+WHERE = r"^([A-Z]\w+|generate|longest_accepted)(\.\w+)*( \([^)]*\)| '[^']*')?: "
 TEMPLATE = re.compile(WHERE + r".+ must .+; got .+\.\s+\S.+", re.DOTALL)
 
 

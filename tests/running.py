@@ -27,11 +27,12 @@ def step(
     *,
     attention_mask: Tensor | None = None,
     rows: Tensor | None = None,
+    parents: Tensor | None = None,
 ) -> Tensor:
     """One step of every layer over the same x; the output of the last one."""
     with torch.no_grad():
         for i, layer in enumerate(layers):
-            y = layer(x, cache[i], attention_mask=attention_mask, rows=rows)
+            y = layer(x, cache[i], attention_mask=attention_mask, rows=rows, parents=parents)
     return y
 
 

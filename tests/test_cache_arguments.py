@@ -9,6 +9,7 @@ from geometries import CASES, G, M, R
 from refusals import assert_unchanged, refused, snapshot
 from running import running, step, tensor
 
+import replayssm.cache.kept
 import replayssm.cache.layer_state
 import replayssm.cache.state_cache
 import replayssm.cache.step
@@ -53,18 +54,6 @@ def test_a_cache_that_cannot_be_is_refused(arguments, words):
 def test_what_does_not_exist_is_refused_with_what_does(arguments, words):
     with refused(NotImplementedError, "ReplayStateCache", *words):
         ReplayStateCache([M.build()], 1, **arguments)
-
-
-def test_draft_trees_are_refused():
-    layer = M.build()
-    cache, x = running(layer)
-    parents = torch.zeros(3, 2, dtype=torch.int64, device=DEVICE)
-    with refused(NotImplementedError, "parents", cache=cache):
-        layer(x, cache[0], parents=parents)
-    step(cache, [layer], x)
-    with refused(NotImplementedError, "path", cache=cache):
-        cache.commit(path=parents)
-    cache.commit()
 
 
 def test_a_module_of_another_model_has_no_state():
@@ -186,7 +175,8 @@ def test_more_tokens_than_max_seqlen_are_refused():
 @both_backends
 def test_values_that_cannot_be_read_are_clamped_and_reported(monkeypatch):
     """As on a GPU, where reading a count would wait for the device."""
-    for module in (replayssm.cache.step, replayssm.cache.state_cache, replayssm.cache.layer_state):
+    cache_modules = replayssm.cache.step, replayssm.cache.kept, replayssm.cache.state_cache, replayssm.cache.layer_state
+    for module in cache_modules:
         monkeypatch.setattr(module, "readable", lambda tensor: False)
     layer = M.build()
     cache, x = running(layer, max_seqlen=12)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from backends import both_backends, settings_now
 from budgets import assert_e64
+from draft_trees import line, padded, paths, trees
 from draws import DEVICE, draw, seeds
 from geometries import G, Geometry, K, M, R, windows
 from hypothesis import strategies as st
@@ -24,6 +25,8 @@ from programs import poison
 from torch import Tensor
 
 import replayssm
+from replayssm import trees as trees_module
+from replayssm.cache import kept as kept_module
 from replayssm.cache import layer_state as layer_state_module
 from replayssm.cache import state_cache as state_cache_module
 from replayssm.cache import step as step_module
@@ -92,6 +95,34 @@ class CacheMachine(RuleBasedStateMachine):
         self.step(places, t, lengths, True, seed, masked=False)
         self.cache.commit(torch.tensor(counts, device=DEVICE))
         self.accept(places, counts)
+
+    @rule(rows=row_sets, off=st.booleans(), shared=st.booleans(), data=st.data(), seed=seeds)
+    def decode_tree(self, rows, off, shared, data, seed):
+        """Each row keeps a path of its own tree, or of one for all; the outputs off the path are compared as well."""
+        places = [*rows, *[-1] * off]
+        t = data.draw(st.integers(1, self.step_tokens))
+        one = data.draw(trees(t))
+        parents = [one if shared else data.draw(trees(t)) for _ in places]
+        x = draw(seed, len(places), t, self.geometry.d_model)
+        with torch.no_grad():
+            y = self.layer(
+                x,
+                self.cache[0],
+                rows=torch.tensor(places, device=DEVICE),
+                parents=torch.tensor(one if shared else parents, device=DEVICE),
+            )
+        lines = [[line(of_row, node) for node in range(t)] for of_row in parents]
+        sequences = [
+            torch.cat([self.accepted[row], x[place, nodes]]) for place, row in enumerate(rows) for nodes in lines[place]
+        ]
+        exact = self.geometry.trace(self.layer, torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)).output
+        last = torch.tensor([len(sequence) - 1 for sequence in sequences], device=DEVICE)
+        assert_e64(y[: len(rows)].flatten(0, 1), exact[torch.arange(len(last), device=DEVICE), last])
+        assert torch.equal(y[len(rows) :], torch.zeros_like(y[len(rows) :])), "the row that is off is not zero"
+        kept = [data.draw(paths(of_row)) if row >= 0 else [] for row, of_row in zip(places, parents, strict=True)]
+        self.cache.commit(torch.tensor([len(nodes) for nodes in kept], device=DEVICE), path=padded(kept))
+        for place, row in enumerate(rows):
+            self.accepted[row] = torch.cat([self.accepted[row], x[place, kept[place]]])
 
     @rule(row=row_numbers)
     def reset(self, row):
@@ -203,7 +234,7 @@ class UnreadableMachine(CacheMachine):
     def __init__(self):
         super().__init__()
         self.patches = pytest.MonkeyPatch()
-        for module in (step_module, state_cache_module, layer_state_module):
+        for module in (step_module, kept_module, state_cache_module, layer_state_module, trees_module):
             self.patches.setattr(module, "readable", lambda tensor: False)
 
     def teardown(self):

@@ -194,10 +194,10 @@ def test_rc23_gradients_are_right_at_every_chunk_size(case, chunk, monkeypatch):
         assert_e32(three[0], three[1], e32(three[2], three[1]), f"gradient of {name}")
 
 
-def started(geometry: Geometry, dtype: torch.dtype) -> tuple[torch.nn.Module, ReplayStateCache]:
+def started(geometry: Geometry, dtype: torch.dtype, step_tokens: int = 1) -> tuple[torch.nn.Module, ReplayStateCache]:
     """A layer and a cache of three ragged rows, window 5, past what is compiled or allocated once."""
     layer = geometry.build(dtype)
-    cache = ReplayStateCache([layer], 3, window=5)
+    cache = ReplayStateCache([layer], 3, window=5, step_tokens=step_tokens)
     mask = torch.tensor([[1] * 7, [1] * 6 + [0], [1] * 5 + [0] * 2], device=DEVICE)
     with torch.no_grad():
         layer(geometry.input(3, 7, dtype=dtype), cache[0], attention_mask=mask)
@@ -232,6 +232,39 @@ def test_a_captured_step_decodes_whole_windows_as_eager_steps_do(geometry):
     for (name, got), same in zip(cache.tensors().items(), twin.tensors().values(), strict=True):
         assert_same_bits(got, same, name)
     assert (cache.flushed - before == 2 * cache.window).all()
+    cache.check()
+
+
+@every_layer
+def test_a_captured_step_of_a_tree_keeps_whatever_path_it_is_given(geometry):
+    layer, cache = started(geometry, torch.float32, step_tokens=4)
+    twin, warm = copy.deepcopy(cache), copy.deepcopy(cache)
+    trees = [[[-1, 0, 0, 1], [-1, -1, 0, 1], [-1, 0, 1, 2]], [[-1, 0, 0, 2], [-1, 0, 1, 1], [-1, -1, -1, -1]]]
+    paths = [[[0, 1, 3], [1, 3, 9], [0, 1, 2]], [[0, 2, 3], [0, 9, 9], [3, 9, 9]]]
+    counts = [[3, 2, 0], [2, 1, 1]]
+    steps = [[torch.tensor(values[i % 2], device=DEVICE) for values in (trees, counts, paths)] for i in range(6)]
+    x = geometry.input(3, 24, 50, torch.float32).split(4, 1)
+    entry = [x[0].clone(), *(values.clone() for values in steps[0])]
+
+    def decode(cache: ReplayStateCache, x: torch.Tensor, parents: torch.Tensor, n: torch.Tensor, path: torch.Tensor):
+        y = layer(x, cache[0], parents=parents)
+        cache.commit(n, path=path)
+        return y
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad():
+        decode(warm, *entry)
+        with no_waiting(), torch.cuda.graph(graph):
+            out = decode(cache, *entry)
+        for piece, values in zip(x, steps, strict=True):
+            for static, value in zip(entry, (piece, *values), strict=True):
+                static.copy_(value)
+            with no_waiting():
+                graph.replay()
+                expected = decode(twin, piece, *values)
+            assert_same_bits(out, expected, "output")
+    for (name, got), same in zip(cache.tensors().items(), twin.tensors().values(), strict=True):
+        assert_same_bits(got, same, name)
     cache.check()
 
 

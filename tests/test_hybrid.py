@@ -283,7 +283,7 @@ def test_bad_calls_are_refused_and_change_nothing():
             call()
     with refused(ValueError, "model", cache=cache):
         build(config(*ALL))(ids, cache)
-    with refused(NotImplementedError, "parents", cache=cache):
+    with refused(ValueError, "parents must", "step_tokens=1", cache=cache):
         model(ids, cache, parents=torch.zeros(3, dtype=torch.int64))
     assert_e64(feed(model, cache, ids, [1, 2]), model(torch.cat([ids, ids], 1)).detach()[:, 3:])
 

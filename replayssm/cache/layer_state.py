@@ -1,5 +1,6 @@
 """What a replay layer keeps for each sequence: the checkpoint, the ring of records since, the convolution's inputs."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -87,6 +88,9 @@ class LayerState(ModuleState):
             rings["ring.u"] = self.u
         return {"checkpoint": self._checkpoint, **rings, "conv": self.conv}
 
+    def rings(self) -> Sequence[Sequence[Tensor]]:
+        return [self.ring if self.u is None else [*self.ring, self.u], [self.conv]]
+
     @property
     def checkpoint(self) -> Tensor:
         """(batch, nheads, headdim, d_state), the stored checkpoint: what the recurrence continues from. Not a copy."""
@@ -114,19 +118,25 @@ class LayerState(ModuleState):
             x: (rows of the call, t, channels), packed.
 
         Returns:
-            (rows of the call, d_conv - 1 + t, channels); inputs before a sequence's first token are zeros.
+            (rows of the call, d_conv - 1 + t, channels); in a draft tree, where a node's past is its own, for each
+            (rows of the call, t, d_conv, channels). Inputs before a sequence's first token are zeros.
         """
         step = self.called()
         history = self.geometry.d_conv - 1
         (past,) = read_rings((self.conv,), step.cache_rows, step.start - history, history)
         written = torch.arange(-history, 0, device=x.device) + step.start.unsqueeze(1) >= 0
         write_rings((self.conv,), step, (x,))
-        return torch.cat([masked(past, written).to(x.dtype), x], dim=1)
+        window = torch.cat([masked(past, written).to(x.dtype), x], dim=1)
+        if step.tree is None:
+            return window
+        tokens = (step.tree.lookback(history + 1) + history).flatten(1)
+        return window.gather(1, tokens.unsqueeze(2).expand(-1, -1, x.shape[2])).unflatten(1, (step.t, -1))
 
     def replay(self, q: Tensor, records: Records) -> Tensor:
         """Outputs of the new tokens of a step, read from the checkpoint and the records since.
 
-        Rows that have no room for the new records fold their committed ones first.
+        Rows that have no room for the new records fold their committed ones first. A draft tree is always read in plain
+        PyTorch, from the same ring; with kernels, its u is kept for them.
 
         Args:
             q: (rows of the call, t, ngroups, d_state), packed.
@@ -138,7 +148,7 @@ class LayerState(ModuleState):
             the rows cannot be looked at without waiting for the device, for every row.
         """
         step, clock = self.called(), self.clock
-        if self._backend == "triton":
+        if self._backend == "triton" and step.tree is None:
             # as they will be read back, so that a token sees the same values at once and later
             kept = Records(*(new.to(ring.dtype) for new, ring in zip(records, self.ring, strict=True)))
             return decode.replay(
@@ -160,7 +170,13 @@ class LayerState(ModuleState):
         # a row with new tokens has at most capacity - length committed ones, so this many reach back to all live ones
         count = clock.capacity + step.t - 1
         live = self._window(step.cache_rows, count, step.start + step.t, first_live, step.length)
-        return chunked.replay(q, live, step.take(self._checkpoint), self.geometry.recurrence)
+        checkpoint, recurrence = step.take(self._checkpoint), self.geometry.recurrence
+        if step.tree is None:
+            return chunked.replay(q, live, checkpoint, recurrence)
+        y, u = chunked.replay_tree(q, live, step.tree, checkpoint, recurrence)
+        if self.u is not None:
+            write_rings((self.u,), step, (u,))
+        return y
 
     def scan(self, q: Tensor, records: Records, backend: Backend = "auto") -> Tensor:
         """Outputs of a step of any length; the final state becomes the checkpoint.

@@ -51,3 +51,22 @@ def write_rings(rings: Sequence[Tensor], step: Step, values: Sequence[Tensor]) -
         new = step.put(new[called, newest] if step.t > slots else new).to(ring.dtype)
         # the slots of a row are distinct, so a position that is not real can write back what it finds
         ring.index_put_(index, torch.where(real.reshape(real.shape + (1,) * (ring.ndim - 2)), new, ring[index]))
+
+
+def keep_path(rings: Sequence[Tensor], start: Tensor, nodes: Tensor, kept: Tensor) -> None:
+    """Bring the nodes of a path through a draft tree to the front of a step's tokens, in place.
+
+    Args:
+        rings: each (batch, slots, ...); the node in column j stands at token start + j.
+        start: (batch,) int64, the first token of the step.
+        nodes: (batch, n) int64, columns from the root, n at most ``slots``.
+        kept: (batch,) int64, how many of them count; the others may be anything.
+    """
+    slots = rings[0].shape[1]
+    order = torch.arange(nodes.shape[1], device=nodes.device)
+    target = (start.unsqueeze(1) + order).remainder(slots)
+    source = (start.unsqueeze(1) + nodes).remainder(slots)
+    source = torch.where(order < kept.unsqueeze(1), source, target)  # what is not kept is written back as it is
+    row = torch.arange(len(nodes), device=nodes.device).unsqueeze(1)
+    for ring in rings:
+        ring.index_put_((row, target), ring[row, source])  # all is read before any is written

@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 from replayssm.cache import auto_window
 from replayssm.cache.arguments import Window, check_arguments, device_of, seeds_of, stateful_modules
+from replayssm.cache.kept import check_kept, count_kept
 from replayssm.cache.layer_state import LayerState
+from replayssm.cache.ring import keep_path
 from replayssm.cache.step import ERRORS, Clock, ModuleState, StatefulModule, Step
 from replayssm.checks import expect, expect_integers, expect_shape, readable
 from replayssm.ops import decode
@@ -160,14 +162,16 @@ class ReplayStateCache:
                 row. Entries of rows that are off are ignored (a CPU tensor must hold 0 there). After a step of more
                 than step_tokens tokens only None is legal. A count in a device tensor is never read: out of range, it
                 is clamped and ``check`` reports it.
-            path: reserved for draft trees.
+            path: (rows of the step, most kept) int, after a step with parents, which needs it unless n is the int 0:
+                the columns of the nodes to keep, from the root, each the child of the one before it. The first n of
+                each row count, with n=None all of them. On a device a path is cut where it leaves the tree, and
+                ``check`` reports it.
 
         Raises:
             RuntimeError: no step is open, or a module has not been called in it.
-            ValueError: n can be seen to be out of range; nothing has changed then.
+            ValueError: n or path can be seen to be wrong; nothing has changed then.
+        Cost: with a path, what each module keeps of as many tokens as it has columns is read and written once.
         """
-        if path is not None:
-            raise NotImplementedError("ReplayStateCache.commit: draft trees (path) do not exist yet; pass path=None.")
         if self.clock.step is None:
             raise RuntimeError(
                 "ReplayStateCache.commit: commit must follow a step; got no open step. Call the model first."
@@ -178,8 +182,16 @@ class ReplayStateCache:
                 f"ReplayStateCache.commit: every stateful module must be called in a step and come to its end; got no "
                 f"finished call of {', '.join(missing)}. If the step failed half way, only cache.reset() is left."
             )
-        self.clock.check_kept(n)
-        self.clock.close(n.to(self.seqlen.device) if isinstance(n, Tensor) else n)
+        check_kept(self.clock, n, path)
+        device = self.seqlen.device
+        n = n.to(device) if isinstance(n, Tensor) else n
+        path = path.to(device).long() if path is not None else None
+        kept = count_kept(self.clock, n, path)
+        if path is not None:
+            nodes = self.clock.step.put(path)
+            for rings in [group for state in self._states for group in state.rings()]:
+                keep_path(rings, self.seqlen, nodes, kept)
+        self.clock.close(kept)
         for state in self._states:
             state.leave_step()
 

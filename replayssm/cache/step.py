@@ -5,6 +5,7 @@ rows they belong to. ``ModuleState`` is the base of what one module keeps in a c
 on the device; a value is read only where reading is free (``checks.readable``).
 """
 
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -12,13 +13,16 @@ from torch import Tensor
 
 from replayssm.cache.packing import Packing, expect_mask, has_interior_padding, refuse_interior_padding
 from replayssm.checks import expect, expect_device, expect_integers, expect_shape, readable
+from replayssm.trees import Tree, expect_parents, misplaced
 
 ERRORS = (
     "commit was given a kept count outside 0 .. new tokens of its row (it was clamped)",
     "an attention_mask had padding between tokens (the tokens were packed)",
     "a row was given more tokens than max_seqlen leaves room for (the surplus was dropped)",
+    "parents had a node whose parent does not stand before it (it was moved there)",
+    "commit was given a path that leaves the tree (it was cut there)",
 )
-_KEPT, _INTERIOR, _OVERFLOW = range(3)
+KEPT, INTERIOR, OVERFLOW, PARENTS, PATH = range(5)
 
 
 class Step(Packing):
@@ -27,6 +31,7 @@ class Step(Packing):
     Attributes:
         t: positions of the call, padding included.
         scan: t > step_tokens, so the new tokens go straight into the checkpoint.
+        tree: of drafts, for the rows of the call; None is a chain.
         index: (rows of the call,) int64, contiguous, the cache row of each, -1 for off; None is all, in order.
         cache_rows: (rows of the call,) int64, with an arbitrary row for a row that is off; None is all, in order.
         start: (rows of the call,) int64, tokens committed before the step; 0 for a row that is off.
@@ -37,8 +42,10 @@ class Step(Packing):
         flushing: (batch,) bool, cache rows whose committed records are folded at the start of the step.
     """
 
-    def __init__(self, clock: "Clock", t: int, rows: Tensor | None, attention_mask: Tensor | None):
-        self.t, self.rows, self.attention_mask = t, rows, attention_mask
+    def __init__(
+        self, clock: "Clock", t: int, rows: Tensor | None, attention_mask: Tensor | None, parents: Tensor | None
+    ):
+        self.t, self.rows, self.attention_mask, self.parents = t, rows, attention_mask, parents
         self.scan = t > clock.step_tokens
         batch, device = clock.batch, clock.seqlen.device
         self.present = self._source = self.index = self.cache_rows = self.off = None
@@ -49,6 +56,7 @@ class Step(Packing):
             self._source = slot.new_zeros(batch + 1).scatter(0, slot, torch.arange(len(rows), device=device))[:batch]
             self.present = torch.zeros(batch + 1, dtype=torch.bool, device=device).scatter(0, slot, True)[:batch]
         self.start = self._if_on(self.take(clock.seqlen))
+        self.tree = None if parents is None else Tree(parents, len(self.start))
         self.asked = torch.full_like(self.start, t) if attention_mask is None else (attention_mask != 0).sum(1)
         self.asked = self._if_on(self.asked)
         self.length = self.asked
@@ -62,6 +70,11 @@ class Step(Packing):
         if self.present is not None:
             self.row_length = torch.where(self.present, self.row_length, 0)
             self.flushing = self.flushing.logical_and(self.present)
+
+    def position(self) -> Tensor:
+        """(rows of the call, t) int64: where each new token stands in its sequence, in packed order."""
+        offset = torch.arange(self.t, device=self.start.device) if self.tree is None else self.tree.depth
+        return self.start.unsqueeze(1) + offset
 
     def take(self, cached: Tensor) -> Tensor:
         """Cache rows -> rows of the call; an arbitrary row stands in for a row that is off."""
@@ -113,16 +126,14 @@ class Clock:
         """Open a step, or join the open one.
 
         Raises:
-            ValueError: rows or attention_mask have a wrong shape, dtype or device, or values that can be seen to be
-                out of range; nothing has changed then.
+            ValueError: rows, attention_mask or parents have a wrong shape, dtype or device, or values that can be seen
+                to be out of range; nothing has changed then.
             RuntimeError: the arguments differ from those of the open step.
         """
-        if parents is not None:
-            raise NotImplementedError(f"{where}: draft trees (parents) do not exist yet; pass a chain, parents=None.")
         if self.step is not None:
-            return self._join(where, t, rows, attention_mask)
-        self._check_arguments(where, t, rows, attention_mask)
-        step = Step(self, t, rows, attention_mask)
+            return self._join(where, t, rows, attention_mask, parents)
+        self._check_arguments(where, t, rows, attention_mask, parents)
+        step = Step(self, t, rows, attention_mask, parents)
         self._check_values(where, step)
         self.step = step
         return step
@@ -144,16 +155,10 @@ class Clock:
                 "Call cache.commit() first; after a step that failed half way, cache.reset()."
             )
 
-    def close(self, n: int | Tensor | None) -> None:
-        """Keep the first n new tokens of each row, roll back the rest, and advance the counters."""
+    def close(self, kept: Tensor) -> None:
+        """Advance the counters by ``kept`` (batch,) new tokens of each row; the rest is rolled back."""
         step = self.step
         assert step is not None
-        kept = step.row_length
-        if n is not None:
-            asked = step.put(n.long()) if isinstance(n, Tensor) else torch.full_like(kept, n)
-            asked = asked if step.present is None else torch.where(step.present, asked, 0)
-            kept = asked.clamp(min=0).minimum(step.row_length)
-            self.errors[_KEPT].logical_or_((kept != asked).any())
         self.flushed.copy_(torch.where(step.flushing, self.seqlen, self.flushed))
         self.seqlen.add_(kept)
         if step.scan:  # a scan leaves no records
@@ -161,54 +166,23 @@ class Clock:
             self.flushed.copy_(scanned)
         self.step = None
 
-    def check_kept(self, n: int | Tensor | None) -> None:
-        """Refuse, before anything changes, a kept count that can be seen to be wrong."""
-        step, where = self.step, "ReplayStateCache.commit"
-        assert step is not None
-        if n is None:
-            return
-        expect(
-            not step.scan,
-            f"{where}: n must be None after a step of more than step_tokens={self.step_tokens} tokens, which goes "
-            f"straight into the checkpoint; got n={n!r}. Commit everything, or feed drafts in steps of at most "
-            f"step_tokens tokens.",
-        )
-        most = step.length
-        if isinstance(n, Tensor):
-            advice = "Give one count for each row of the step."
-            expect_integers(where, "n", n)
-            expect_shape(where, "n", n, (len(step.length),), advice)
-            if not readable(n):
-                return
-            counts = n.long()
-        else:
-            expect(
-                isinstance(n, int) and not isinstance(n, bool),
-                f"{where}: n must be None, an int or an integer tensor; got {n!r}. Pass the number of tokens to keep.",
-            )
-            counts = torch.full((len(step.length),), n, device="cpu")
-            if step.off is not None and readable(step.off):
-                counts = torch.where(step.off, 0, counts)  # an int speaks of the rows that are on
-        most = most if readable(most) else torch.full_like(counts, step.t)
-        expect(
-            bool(((counts >= 0) & (counts <= most)).all()),
-            f"{where}: n must be between 0 and the real new tokens of each row, {most.tolist()}; got "
-            f"{counts.tolist()}. Keep at most what the step was given (0 for a row that is off).",
-        )
-
-    def _join(self, where: str, t: int, rows: Tensor | None, attention_mask: Tensor | None) -> Step:
+    def _join(
+        self, where: str, t: int, rows: Tensor | None, attention_mask: Tensor | None, parents: Tensor | None
+    ) -> Step:
         step = self.step
         assert step is not None
-        same = t == step.t and rows is step.rows and attention_mask is step.attention_mask
+        same = t == step.t and rows is step.rows and attention_mask is step.attention_mask and parents is step.parents
         if not same:
             raise RuntimeError(
-                f"{where}: an open step must get the same t, rows and attention_mask objects from every module; got "
-                f"t={t} after t={step.t}, or another rows or attention_mask object. Commit the open step first, and "
-                "pass one object through the whole model."
+                f"{where}: an open step must get the same t, rows, attention_mask and parents objects from every "
+                f"module; got t={t} after t={step.t}, or another rows, attention_mask or parents object. Commit the "
+                "open step first, and pass one object through the whole model."
             )
         return step
 
-    def _check_arguments(self, where: str, t: int, rows: Tensor | None, attention_mask: Tensor | None) -> None:
+    def _check_arguments(
+        self, where: str, t: int, rows: Tensor | None, attention_mask: Tensor | None, parents: Tensor | None
+    ) -> None:
         device = self.seqlen.device
         expect(t >= 1, f"{where}: a step must have at least 1 token; got t={t}. Skip the call instead.")
         batch = self.batch_of(where, rows)
@@ -225,6 +199,19 @@ class Clock:
                 )
         if attention_mask is not None:
             expect_mask(where, attention_mask, (batch, t), device)
+        if parents is not None:
+            expect(
+                t <= self.step_tokens,
+                f"{where}: parents must come with at most step_tokens={self.step_tokens} tokens; got t={t}. Give a "
+                "smaller tree, or build the cache with more step_tokens.",
+            )
+            expect(
+                attention_mask is None,
+                f"{where}: attention_mask must be None with parents; got both. Fill up the tree of a row with fewer "
+                "drafts: nodes off the path that is committed change nothing.",
+            )
+            expect_device(where, "parents", parents, device)
+            expect_parents(where, parents, (batch, t))
 
     def _check_values(self, where: str, step: Step) -> None:
         """Raise where values may be read, set the error flags where they may not."""
@@ -233,7 +220,9 @@ class Clock:
             if readable(interior) or (step.scan and not torch.compiler.is_compiling()):
                 refuse_interior_padding(where, interior)
             else:
-                self.errors[_INTERIOR].logical_or_(interior)
+                self.errors[INTERIOR].logical_or_(interior)
+        if step.parents is not None and not readable(step.parents):
+            self.errors[PARENTS].logical_or_(misplaced(step.parents))
         if self.max_seqlen is None:
             return
         total = step.start + step.asked
@@ -249,7 +238,7 @@ class Clock:
             f"{where}: t must be at most max_seqlen={self.max_seqlen}; got {step.t}. "
             "Build the cache with a larger max_seqlen.",
         )
-        self.errors[_OVERFLOW].logical_or_((total > self.max_seqlen).any())
+        self.errors[OVERFLOW].logical_or_((total > self.max_seqlen).any())
 
 
 class ModuleState:
@@ -276,6 +265,13 @@ class ModuleState:
         """Name -> tensor, cache row first; reset, reorder, copies and byte counts work on these alone."""
         raise NotImplementedError
 
+    def rings(self) -> Sequence[Sequence[Tensor]]:
+        """Groups of tensors (batch, slots, ...) of equal slots, in which token i stands in slot i % slots.
+
+        A commit of a path through a draft tree brings the tokens of the path together in these alone.
+        """
+        raise NotImplementedError
+
     def fold(self, which: Tensor) -> None:
         """Fold the pending records of the cache rows in ``which`` (batch,) bool; most modules have none."""
 
@@ -292,7 +288,7 @@ class ModuleState:
             t: positions of the call, padding included.
             rows: (rows of the call,) int, cache row of each row of the call, -1 for off; None is all rows in order.
             attention_mask: (rows of the call, t), 1 = a token; None is all tokens.
-            parents: reserved for draft trees.
+            parents: (t,) or (rows of the call, t) int, of a draft tree; see ``replayssm.trees``. None is a chain.
 
         Raises:
             ValueError: see ``Clock.open``.

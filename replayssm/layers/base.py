@@ -116,7 +116,9 @@ class ReplayLayer(nn.Module):
             attention_mask: (batch, t), 1 = a token, padding on the left or right; a masked position is as if it were
                 not there. None is all tokens.
             rows: (batch,) int, cache row of each row of x, -1 for off; None is all rows in order.
-            parents: reserved for draft trees.
+            parents: (t,) or (batch, t) int, the tokens are the nodes of a draft tree: the column of each node's parent,
+                -1 for the last committed token. A node follows what is committed and its ancestors, and no other node;
+                ``cache.commit`` then names a path. Needs t <= step_tokens and no attention_mask.
 
         Returns:
             (batch, t, d_model), dtype as the output projection gives it; exact zeros at masked positions and for rows

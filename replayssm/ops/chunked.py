@@ -1,10 +1,10 @@
 """scan, replay and flush as matrix products in plain PyTorch: any device, any length, autograd through ``scan``.
 
 All three are the same few lines over one chunk of tokens (a window of records is a chunk): solve for the write vectors
-``u``, read the outputs, fold the writes into the state. A decay is always the exponential of a sum of log decays
-between two tokens, formed from those tokens alone: never positive, so nothing overflows, and never the difference of
-two long sums, so nothing cancels. Products and sums run in fp32, or in fp64 when an input or the state is fp64; also
-under autocast.
+``u``, read the outputs, fold the writes into the state. A draft tree is the end of a chunk, in which only its ancestors
+come before a node. A decay is always the exponential of a sum of log decays between two tokens, formed from those
+tokens alone: never positive, so nothing overflows, and never the difference of two long sums, so nothing cancels.
+Products and sums run in fp32, or in fp64 when an input or the state is fp64; also under autocast.
 
 Inside a chunk every tensor is (batch, group, value head of the group, time, features), so that keys are stored once a
 group and broadcast. Formulas: docs/math.md, sections 2 and 3.
@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from replayssm.ops.records import Records, Recurrence
+from replayssm.trees import Tree
 
 CHUNK = 64  # tokens; a fixed length keeps one compiled graph for every short sequence
 
@@ -75,6 +76,32 @@ def replay(q: Tensor, records: Records, checkpoint: Tensor, recurrence: Recurren
         return _by_time(_writes_and_outputs(q, k, v, g, beta, state, recurrence)[1])
 
 
+def replay_tree(
+    q: Tensor, records: Records, tree: Tree, checkpoint: Tensor, recurrence: Recurrence
+) -> tuple[Tensor, Tensor]:
+    """Outputs and write vectors of the nodes of a draft tree: of each, as if its ancestors alone came before it.
+
+    Args:
+        q: (batch, t, ngroups, d_state), the read keys of the t nodes.
+        records: the live records, oldest first; the last t belong to the nodes. A record with k, v, g, beta of 0 is as
+            if it were not there.
+        tree: of these rows.
+        checkpoint: (batch, nheads, headdim, d_state), the state before the first record.
+        recurrence: which of the recurrences.
+
+    Returns:
+        Outputs and u of the nodes, both (batch, t, nheads, headdim), fp32 or fp64.
+
+    Cost: the state is read, nothing is written.
+    """
+    dtype = compute_dtype(records.v, records.g, checkpoint)
+    state = _by_group(checkpoint.to(dtype), records.k.shape[2])
+    with _full_precision(q):
+        q, k, v, g, beta = _chunk_layout(q, records, dtype)
+        u, y = _writes_and_outputs(q, k, v, g, beta, state, recurrence, tree)
+    return _by_time(y), _by_time(u[..., -tree.t :, :])
+
+
 def flush(records: Records, checkpoint: Tensor, recurrence: Recurrence) -> Tensor:
     """The state after ``records``, oldest first, from the state before them; neither is changed.
 
@@ -95,7 +122,7 @@ def flush(records: Records, checkpoint: Tensor, recurrence: Recurrence) -> Tenso
         u = beta * v
         if recurrence.delta:
             (over_k,) = _decayed_grams((k,), k, g, recurrence)
-            u = _corrected_writes(over_k, k, v, g, beta, state)
+            u = _corrected_writes(over_k, k, v, g.cumsum(-2), beta, state)
         return _fold(k, u, g, state).flatten(1, 2)
 
 
@@ -105,26 +132,33 @@ def compute_dtype(*tensors: Tensor | None) -> torch.dtype:
 
 
 def _writes_and_outputs(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, recurrence: Recurrence
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    recurrence: Recurrence,
+    tree: Tree | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The write vectors u of a chunk and the outputs of its last q.shape[-2] tokens, given the state before it."""
-    if recurrence.delta:
-        over_k, over_q = _decayed_grams((k, q), k, g, recurrence)
-        u = _corrected_writes(over_k, k, v, g, beta, state)
+    xs = (k, q) if recurrence.delta else (q,)
+    if tree is None:
+        elapsed, grams = g.cumsum(-2), _decayed_grams(xs, k, g, recurrence)
     else:
-        (over_q,) = _decayed_grams((q,), k, g, recurrence)
-        u = beta * v
-    elapsed = g.cumsum(-2)[..., -q.shape[-2] :, :]
-    return u, (q * elapsed.exp()) @ state.mT + over_q @ u  # what the state holds for q, and what the chunk wrote
+        elapsed, grams = _decayed_tree_grams(xs, k, g, recurrence, tree)
+    u = _corrected_writes(grams[0], k, v, elapsed, beta, state) if recurrence.delta else beta * v
+    elapsed = elapsed[..., -q.shape[-2] :, :]
+    return u, (q * elapsed.exp()) @ state.mT + grams[-1] @ u  # what the state holds for q, and what the chunk wrote
 
 
-def _corrected_writes(over_k: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> Tensor:
+def _corrected_writes(over_k: Tensor, k: Tensor, v: Tensor, elapsed: Tensor, beta: Tensor, state: Tensor) -> Tensor:
     """u_s = beta_s (v_s - e^(g_s) S_(s-1) k_s) for every token of a chunk at once, (batch, group, head, time, headdim).
 
     (I + A) U = R, with A[s, i] = beta_s <k_s e^(G_s - G_i), k_i> below the diagonal and
-    R[s] = beta_s (v_s - S (e^(G_s) k_s)).
+    R[s] = beta_s (v_s - S (e^(G_s) k_s)), where G_s is ``elapsed``: the log decays from the first token up to s.
     """
-    from_state = (k * g.cumsum(-2).exp()) @ state.mT
+    from_state = (k * elapsed.exp()) @ state.mT
     # only what stands below the diagonal of the first argument is read: the solve takes the diagonal as ones
     return torch.linalg.solve_triangular(beta * over_k, beta * (v - from_state), upper=False, unitriangular=True)
 
@@ -147,6 +181,59 @@ def _decayed_grams(xs: tuple[Tensor, ...], k: Tensor, g: Tensor, recurrence: Rec
         decay = _pairwise_decay(g)
         return [(x @ k.mT) * decay[..., -x.shape[-2] :, :] for x in xs]
     return _channel_grams(xs, k, g)
+
+
+def _decayed_tree_grams(
+    xs: tuple[Tensor, ...], k: Tensor, g: Tensor, recurrence: Recurrence, tree: Tree
+) -> tuple[Tensor, list[Tensor]]:
+    """The log decays from the first token up to each, and for each x: ``_decayed_grams``, zero unless i comes before s.
+
+    Between a committed token and a node the decay factors at the end of the committed ones; both exponents are <= 0.
+    """
+    nodes = tree.t
+    old_k, new_k = k.split([k.shape[-2] - nodes, nodes], -2)
+    old_g, new_g = g.split([g.shape[-2] - nodes, nodes], -2)
+    from_root, between = _path_sums(new_g, tree)
+    before, remaining, after = tree.before[:, None, None], between.exp(), _sum_after(old_g)
+    grams = []
+    for x in xs:
+        new_x = x[..., -nodes:, :]
+        if recurrence.decay == "head":
+            among = (new_x @ new_k.mT) * remaining.squeeze(-1)
+            to_old = (new_x @ old_k.mT) * (from_root + after.mT).exp()
+        else:
+            among = (new_x.unsqueeze(-2) * new_k.unsqueeze(-3) * remaining).sum(-1)
+            to_old = (new_x * from_root.exp()) @ (old_k * after.exp()).mT
+        gram = torch.cat([to_old, torch.where(before, among, 0)], -1)
+        if x.shape[-2] > nodes:
+            (old,) = _decayed_grams((x[..., :-nodes, :],), old_k, old_g, recurrence)
+            gram = torch.cat([F.pad(old, (0, nodes)), gram], -2)
+        grams.append(gram)
+    return torch.cat([old_g.cumsum(-2), old_g.sum(-2, keepdim=True) + from_root], -2), grams
+
+
+def _path_sums(g: Tensor, tree: Tree) -> tuple[Tensor, Tensor]:
+    """Sums of log decays along the paths of a tree, each formed from the nodes on its path alone.
+
+    Args:
+        g: (batch, group, head, t, width) of the nodes.
+
+    Returns:
+        From the root to each node, both included, (batch, group, head, t, width); and from each node [s] back to each
+        of its ancestors [i], s included and i not, (batch, group, head, t, t, width). Where i is no ancestor stands
+        some other such sum.
+    """
+    t, width = g.shape[-2:]
+
+    def pick(x: Tensor, index: Tensor) -> Tensor:
+        """x[..., s, index[s, j], :] at [s, j]."""
+        index = index.clamp(min=0)[:, None, None, :, :, None]
+        return x.gather(-2, index.expand(*g.shape[:3], t, t, width))
+
+    along = pick(g.unsqueeze(-3).expand(*g.shape[:3], t, t, width), tree.ancestors)
+    back = torch.where((tree.ancestors >= 0)[:, None, None, :, :, None], along, 0).cumsum(-2)
+    distance = tree.depth.unsqueeze(2) - tree.depth.unsqueeze(1)
+    return back[..., -1, :], pick(F.pad(back, (0, 0, 1, 0))[..., :t, :], distance)
 
 
 def _pairwise_decay(g: Tensor) -> Tensor:

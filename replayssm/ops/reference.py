@@ -68,3 +68,32 @@ def replay_ref(q: Tensor, records: Records, checkpoint: Tensor, *, delta: bool) 
     if committed:
         state = flush_ref(Records(*(field[:, :committed] for field in records)), checkpoint, delta=delta)
     return scan_ref(q, Records(*(field[:, committed:] for field in records)), state, delta=delta)[0]
+
+
+def replay_tree_ref(
+    q: Tensor, records: Records, parents: list[list[int]], checkpoint: Tensor, *, delta: bool
+) -> Tensor:
+    """Outputs of the nodes of a draft tree, each from the state behind its own parent.
+
+    Args:
+        q: (batch, t, ngroups, d_state), the read keys of the t nodes.
+        records: the live records, oldest first; the last t belong to the nodes.
+        parents: for each row the column of each node's parent, -1 for the last committed token.
+        checkpoint: (batch, nheads, headdim, d_state), the state before the first record.
+        delta: as in ``scan_ref``.
+
+    Returns:
+        (batch, t, nheads, headdim).
+    """
+    committed = records.k.shape[1] - q.shape[1]
+    state = checkpoint
+    if committed:
+        state = flush_ref(Records(*(field[:, :committed] for field in records)), checkpoint, delta=delta)
+    outputs, behind = [], [state]  # behind[1 + j]: the state after node j
+    for j in range(q.shape[1]):
+        state = torch.stack([behind[1 + line[j]][row] for row, line in enumerate(parents)])
+        node = Records(*(field[:, committed + j : committed + j + 1] for field in records))
+        y, state = scan_ref(q[:, j : j + 1], node, state, delta=delta)
+        outputs.append(y)
+        behind.append(state)
+    return torch.cat(outputs, dim=1)
