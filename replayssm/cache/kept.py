@@ -38,7 +38,7 @@ def check_kept(clock: Clock, n: int | Tensor | None, path: Tensor | None) -> Non
     else:
         expect(
             isinstance(n, int) and not isinstance(n, bool),
-            f"{_WHERE}: n must be None, an int or an integer tensor; got {_shown(n)}. Pass the number of tokens to keep.",
+            f"{_WHERE}: n must be None, an int or an integer tensor; got {_shown(n)}. Pass how many tokens to keep.",
         )
         counts = torch.full((len(step.length),), n, device="cpu")
         if step.off is not None and readable(step.off):
