@@ -41,6 +41,24 @@ def test_the_example_of_speculation_prints_what_it_says(capsys: pytest.CaptureFi
     assert torch.equal(names["tokens"], replayssm.generate(model, ids, max_new_tokens=64))
 
 
+def test_the_example_of_draft_trees_keeps_what_plain_decoding_writes() -> None:
+    (example,) = re.findall(r"```python\n(from replayssm.trees import .*?)```", README, re.DOTALL)
+    model, tokenizer = from_pretrained("tiny")
+    ids = torch.tensor([tokenizer.encode("import os\n\n\ndef ")])
+    first, second, third, fourth = replayssm.generate(model, ids, max_new_tokens=4)[0].tolist()
+    cache = replayssm.ReplayStateCache(model, 1, step_tokens=4, max_seqlen=32)
+    drafts = torch.tensor([[first, second, second + 1, third]])
+    names = {"torch": torch, "model": model, "cache": cache, "drafts": drafts}
+    with torch.no_grad():
+        model(ids, cache)
+        cache.commit()
+        exec(compile(example, "README.md", "exec"), names)
+    assert names["n"].tolist() == [3]
+    assert names["path"].tolist() == [[0, 1, 3, -1]]
+    assert names["targets"][0, 3].item() == fourth
+    assert cache.seqlen.tolist() == [ids.shape[1] + 3]
+
+
 @pytest.mark.parametrize("name", GEOMETRIES)
 def test_the_table_of_bytes_follows_from_the_traffic_model(name: str) -> None:
     (row,) = [line for line in README.splitlines() if line.startswith(f"| {name}, ")]
