@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import triton
 
+from replayssm.ops import tiling
+
 ROOT = Path(__file__).parent.parent
 # bytes of shared memory that a block may have
 SHARED = {"sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024}
@@ -39,7 +41,7 @@ def test_every_kernel_compiles_and_fits(target):
     assert not too_large
     if target != "sm_100":
         assert not [kernel for kernel in kernels if kernel["tf32"]]
-    if target == "sm_90":
+    if target == "sm_90" and triton.__version__.startswith(f"{tiling.SWEPT_WITH}."):
         spilled = [k for k in kernels if k["stack"] and k["geometry"] != "odd" and k["t"] == 1]
         assert not spilled, "\n".join(map(json.dumps, spilled))
 
