@@ -13,8 +13,9 @@ from pools import Pool, Shape, Stream
 from records import GATES, KEYS, tokens_of
 from torch import Tensor
 
+from replayssm.ops import triton_decode
 from replayssm.ops.records import Records, Recurrence
-from replayssm.ops.tiling import choose_tiling
+from replayssm.ops.tiling import Tiling, choose_tiling
 
 RECURRENCES = [Recurrence(decay, delta) for decay in ("head", "channel") for delta in (False, True)]
 few = settings(max_examples=max(settings.default.max_examples // 3, 8))  # the interpreter takes a while
@@ -216,3 +217,21 @@ def test_every_tiling_that_may_be_chosen_is_right(recurrence):
                 assert_e64(y, exact, f"{t} tokens, {tiling}")
             pool.flush([True, False], tiling)
             assert_e64(pool.checkpoint[0], stream.states[0, pool.taken()[0]], f"state, {tiling}")
+
+
+@pytest.mark.parametrize(("headdim", "flushers", "few", "block_b"), [(3, 3, 2, 2), (9, 4, 1, 4)])
+def test_few_programs_share_the_rows_that_are_due_wherever_these_stand(headdim, flushers, few, block_b, monkeypatch):
+    """Each program folds several pieces, and looks for their rows in several parts of the call."""
+    monkeypatch.setattr(triton_decode, "FEW", few)
+    monkeypatch.setattr(triton_decode, "BLOCK_B", block_b)
+    shape = Shape(Recurrence("head", delta=True), (2, 1), headdim, 5, 3, 1)
+    pending, rows = [2, 0, 3, 1, 0, 3], [5, 1, -1, 3, 2, 0]  # the first and the fifth of the call are due
+    stream = Stream(shape, len(pending), 4, 8)
+    pool = Pool.of(shape, stream, [0, 4, 1, 9, 6, 3], pending)
+    q, records = stream.at([abs(row) for row in rows], [pending[abs(row)] for row in rows], 1)
+    y = pool.step(q, records, rows=rows, tiling=Tiling(8, 8, 4, 4, None, flushers))
+    for place, row in enumerate(rows):
+        if row >= 0:
+            assert_e64(y[place, 0], stream.y[row, pending[row]], f"output of row {row}")
+    folded = torch.stack([stream.states[row, n if n == shape.window else 0] for row, n in enumerate(pending)])
+    assert_e64(pool.checkpoint, folded, "state")

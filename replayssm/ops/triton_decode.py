@@ -21,6 +21,7 @@ from replayssm.ops.triton_tokens import tokens_kernel
 
 ABREAST, LANES = 4, 32  # of a tile; 4 rows of 8 threads with 4 keys each
 FEW = 528  # programs that fold when there is little to fold: 4 on each of 132 processors
+BLOCK_B = 256  # rows of a call that a program looks at together, for those that are due
 
 # Axes: H value heads, G key groups, P headdim, N d_state; n and p are indices of keys and of rows of a state. A name
 # ending in _ptr points at the row of the cache that the program works on. Tiles of the state: see triton_fold.
@@ -261,7 +262,7 @@ def replay(
         return y
     flushers = min(batch * nheads * triton.cdiv(headdim, tiling.fold_p), tiling.flushers)
     token_kernel[(flushers + programs,)](
-        *tensors, batch, flushers, *strides, *sizes, min(256, triton.next_power_of_2(batch)),
+        *tensors, batch, flushers, *strides, *sizes, min(BLOCK_B, triton.next_power_of_2(batch)),
         min(tiling.records, at_once), tiling.block_p, tiling.read_p, tiling.fold_p, FEW, ABREAST, block_n,
         min(LANES, block_n), *rule, num_warps=1, **_registers(tiling),
     )  # fmt: skip
