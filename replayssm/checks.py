@@ -15,12 +15,21 @@ def expect(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
+def expect_tensor(where: str, name: str, value: object) -> None:
+    """Check that an argument is a tensor."""
+    if not isinstance(value, Tensor):
+        raise ValueError(
+            f"{where}: {name} must be a tensor; got {type(value).__name__}. Make one of it with torch.tensor(...)."
+        )
+
+
 def expect_shape(where: str, name: str, tensor: Tensor, shape: Sequence[int | str], advice: str) -> None:
     """Check the shape of a tensor; a string in ``shape`` names a free axis, an int fixes one.
 
     Raises:
         ValueError: in the form ``where: name must be (batch=2, t, 8); got (2, 5, 9). advice``.
     """
+    expect_tensor(where, name, tensor)
     fits = tensor.ndim == len(shape) and all(
         isinstance(want, str) or want == got for want, got in zip(shape, tensor.shape, strict=True)
     )
@@ -31,12 +40,14 @@ def expect_shape(where: str, name: str, tensor: Tensor, shape: Sequence[int | st
 
 def expect_integers(where: str, name: str, tensor: Tensor) -> None:
     """Check that a tensor holds integers (bool is not one)."""
+    expect_tensor(where, name, tensor)
     if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
         raise ValueError(f"{where}: {name} must hold integers; got {tensor.dtype}. Convert it with .long().")
 
 
 def expect_device(where: str, name: str, tensor: Tensor, device: torch.device) -> None:
     """Check that a tensor is where the others are."""
+    expect_tensor(where, name, tensor)
     if tensor.device != device:
         raise ValueError(f"{where}: {name} must be on {device}; got {tensor.device}. Move it there first.")
 

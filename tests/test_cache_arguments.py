@@ -56,6 +56,20 @@ def test_what_does_not_exist_is_refused_with_what_does(arguments, words):
         ReplayStateCache([M.build()], 1, **arguments)
 
 
+def test_a_ring_that_kernels_cannot_address_is_refused():
+    """On meta, where it takes no memory; plain PyTorch can."""
+    for layer in (
+        replayssm.ReplayMamba2(8, 64, 2**7, 3, device="meta"),
+        replayssm.ReplayGatedDeltaNet(8, 64, 3, 2**7, device="meta"),
+    ):
+        settings = dict(step_tokens=2, device="meta")
+        slots = 2**31 // (64 * 2**7)
+        ReplayStateCache([layer], 1, window=slots - 3, backend="triton", **settings)
+        with refused(ValueError, "LayerState (0)", "window must", str(2**31 - 1), f"{slots} slots", str(2**31)):
+            ReplayStateCache([layer], 1, window=slots - 2, backend="triton", **settings)
+        ReplayStateCache([layer], 1, window=slots - 2, backend="torch", **settings)
+
+
 def test_a_module_of_another_model_has_no_state():
     cache, _ = running(M.build())
     with refused(ValueError, "ReplayStateCache.state_of", "module must", cache=cache):
@@ -117,6 +131,7 @@ def test_a_step_under_autograd_is_refused(geometry):
         (tensor(0, 1), ["x must", "(2, t, 24)", "(3, "]),
         (tensor([0, 1, 2]), ["rows must", "(1, 3)"]),
         (tensor(0, 1, 2).to("meta"), ["rows must be on", "got meta"]),
+        ([0, 1, 2], ["rows must be a tensor", "got list"]),
     ],
     ids=str,
 )
@@ -144,16 +159,17 @@ def test_a_step_for_no_rows_is_refused():
         (torch.ones(2, 4, dtype=torch.int64), ["attention_mask must", "(3, 4)", "(2, 4)"]),
         (torch.ones(3, 1, 4, 4, dtype=torch.int64), ["attention_mask must", "(3, 4)"]),
         (torch.zeros(3, 4), ["attention_mask must", "float32"]),
+        ([[1] * 4] * 3, ["attention_mask must be a tensor", "got list"]),
         (torch.tensor([[1, 0, 1, 1], [1, 1, 1, 1], [1, 1, 1, 1]]), ["attention_mask must", "left"]),
     ],
-    ids=["length", "batch", "4-D", "additive", "interior"],
+    ids=["length", "batch", "4-D", "additive", "list", "interior"],
 )
 @pytest.mark.parametrize("step_tokens", [4, 3], ids=["step", "scan"])
 def test_a_mask_that_cannot_be_is_refused(mask, words, step_tokens):
     layer = G.build()
     cache, _ = running(layer, step_tokens=step_tokens)
     with refused(ValueError, *words, cache=cache):
-        layer(draw(1, 3, 4, 24), cache[0], attention_mask=mask.to(DEVICE))
+        layer(draw(1, 3, 4, 24), cache[0], attention_mask=mask)
     step(cache, [layer], draw(1, 3, 4, 24))
 
 

@@ -166,6 +166,19 @@ def test_a_deep_copy_shares_nothing_and_serves_the_same_model(geometry):
     assert twin.state_of(layers[1]) is not cache.state_of(layers[1])
 
 
+@every_layer
+def test_a_deep_copy_made_in_inference_mode_serves_outside_it(geometry):
+    layer = geometry.build()
+    cache, x = ragged(layer), draw(50, 3, 2, 24)
+    with torch.inference_mode():
+        twin = copy.deepcopy(cache)
+    for each in (twin, cache):
+        step(each, [layer], x)
+        each.commit(1)
+        each.flush()
+    assert_unchanged(twin, snapshot(cache))
+
+
 def test_a_cache_does_not_keep_its_model_alive():
     layer = K.build()
     cache, watched = ReplayStateCache([layer], 1), weakref.ref(layer)

@@ -9,10 +9,12 @@ from torch import Tensor
 from replayssm.cache.packing import masked
 from replayssm.cache.ring import read_rings, write_rings
 from replayssm.cache.step import Clock, ModuleState
-from replayssm.checks import expect_exists, readable
+from replayssm.checks import expect, expect_exists, readable
 from replayssm.ops import chunked, decode
 from replayssm.ops.records import Records, Recurrence
 from replayssm.ops.scan import Backend, scan
+
+MOST_IN_A_ROW = 2**31 - 1  # numbers of a ring: a kernel's offsets inside a row have 32 bits
 
 
 def check_formats(where: str, checkpoint: str, read_format: str | None) -> None:
@@ -77,9 +79,23 @@ class LayerState(ModuleState):
         self._backend: decode.Chosen = "torch"
 
     def use(self, backend: decode.Chosen) -> None:
-        """Say what the steps run on, before the first of them; kernels get what they need beside the ring."""
+        """Say what the steps run on, before the first of them; kernels get what they need beside the ring.
+
+        Raises:
+            ValueError: kernels cannot address the ring.
+        """
         self._backend = backend
-        if backend == "triton" and self.geometry.recurrence.delta:
+        if backend == "torch":
+            return
+        slots, nheads, widest = self.ring.v.shape[1], self.geometry.nheads, max(self.geometry[1:3])
+        numbers = slots * nheads * widest
+        expect(
+            numbers <= MOST_IN_A_ROW,
+            f"{self.where}: window must leave a row's ring at most {MOST_IN_A_ROW} numbers, which kernels count in 32 "
+            f"bits; got {slots} slots x {nheads} heads x {widest} = {numbers}. Choose a smaller window, or "
+            "backend='torch'.",
+        )
+        if self.geometry.recurrence.delta:
             self.u = torch.zeros_like(self.ring.v, dtype=self.ring.beta.dtype)
 
     def tensors(self) -> dict[str, Tensor]:

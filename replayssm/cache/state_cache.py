@@ -49,7 +49,7 @@ class ReplayStateCache:
         backend: "torch" or "triton", as chosen where "auto" was asked for.
 
     Raises:
-        ValueError: an argument is out of range.
+        ValueError: an argument is out of range, or a row's ring is too large for kernels.
         RuntimeError: backend is "triton" where it cannot run.
         NotImplementedError: a format or backend that does not exist; the text lists those that do.
     """
@@ -97,9 +97,9 @@ class ReplayStateCache:
             self.clock = Clock(batch, window, step_tokens, max_seqlen, on_device)
             for name, module in modules.items():
                 state = alloc(module, window, device)
+                state.clock, state.name = self.clock, name
                 if isinstance(state, LayerState):
                     state.use(self.backend)
-                state.clock, state.name = self.clock, name
                 assert isinstance(module, nn.Module)
                 self._order[module] = len(self._states)
                 self._states.append(state)
@@ -331,8 +331,9 @@ class ReplayStateCache:
         self.clock.refuse_open("ReplayStateCache: deepcopy")
         twin = object.__new__(type(self))
         memo[id(self)] = twin
-        for name, value in self.__dict__.items():
-            setattr(twin, name, copy.deepcopy(value, memo))
+        with torch.inference_mode(False):  # a copy made in inference mode may be used outside it
+            for name, value in self.__dict__.items():
+                setattr(twin, name, copy.deepcopy(value, memo))
         return twin
 
     def _index(self, method: str, name: str, rows: RowIndex | None, *, distinct: bool = False) -> Tensor:
