@@ -1,5 +1,7 @@
 """ReplaySSM: recurrent states as a checkpoint plus a ring of recent inputs, for Mamba-2, Gated DeltaNet and KDA."""
 
+import typing
+
 from replayssm.acceptance import Acceptance
 from replayssm.cache.layer_state import LayerState
 from replayssm.cache.state_cache import ReplayStateCache
@@ -22,3 +24,14 @@ __all__ = [
     "ReplayStateCache",
     "generate",
 ]
+
+if typing.TYPE_CHECKING:
+    __version__: str
+else:
+
+    def __getattr__(name: str) -> str:
+        if name != "__version__":
+            raise AttributeError(f"module 'replayssm' has no attribute {name!r}")
+        from importlib.metadata import version  # what is installed says it, and few ask
+
+        return version("replayssm")

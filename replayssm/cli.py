@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import replayssm
 from replayssm import Acceptance, ReplayStateCache, cli_plan, generate
 from replayssm.arguments import count, window
 from replayssm.bench import command as bench
@@ -46,12 +47,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except (ValueError, RuntimeError, OSError) as error:
-        print(f"replayssm {options.command}: {' '.join(str(error).split())}", file=sys.stderr)
+        said = " ".join(str(error).split()).removeprefix(f"{options.command}: ")  # which the line begins with anyway
+        print(f"replayssm {options.command}: {said}", file=sys.stderr)
         return 2
+
+
+class _Version(argparse.Action):
+    """Looks the version up when it is asked for: a checkout that is not installed has none."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        print(f"replayssm {replayssm.__version__}")
+        parser.exit()
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="replayssm", description="Decode recurrent language models by replay.")
+    parser.add_argument("--version", action=_Version, nargs=0, help="say which release this is, and end")
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser(
         "generate", help="continue a text", description="Continue a text, and say what that moved through memory."

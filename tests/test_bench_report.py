@@ -3,6 +3,7 @@
 import argparse
 import json
 import platform
+import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -81,6 +82,14 @@ def test_a_report_rewrites_its_block_and_its_plot_alone(
         assert "old" not in text
         assert "one a (driver" in text  # the newest by its date, not by its name
         ElementTree.parse(tmp_path / report.PLOT)
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"{", b"[1]", b'{"runs": []}'])
+def test_a_report_of_another_file_is_refused_by_name(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "other.json"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=rf"^{re.escape(str(path))} must .*; got .*\. Give a file"):
+        bench("report", str(path))
 
 
 def test_the_readme_shows_the_newest_measurement() -> None:

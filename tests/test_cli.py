@@ -1,5 +1,6 @@
 """The command line: what it prints where, what it refuses, and when --compare fails."""
 
+import importlib.metadata
 import io
 import re
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import replayssm
 from replayssm import ReplayStateCache, cli, generate
 from replayssm.bench.cases import CASES
 from replayssm.drafters import MTPHead
@@ -168,7 +170,7 @@ def test_bad_input_is_one_line_and_exit_2_before_any_text(
     assert cli.main(["generate", PROMPT, "--model", folder, *arguments]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
-    assert re.fullmatch(r"replayssm generate: .+; got .+\. .+\n", printed.err)
+    assert re.fullmatch(r"replayssm generate: (?!generate: ).+; got .+\. .+\n", printed.err)
     assert all(word in printed.err for word in words)
 
 
@@ -374,8 +376,17 @@ def test_plan_refuses_in_one_line_what_the_library_or_the_table_does_not_know(
     assert cli.main(["plan", *arguments]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
-    assert re.fullmatch(r"replayssm plan: .+; got .+\. .+\n", printed.err)
+    assert re.fullmatch(r"replayssm plan: (?!plan: ).+; got .+\. .+\n", printed.err)
     assert all(word in printed.err for word in words)
+
+
+def test_the_version_is_that_of_the_installed_package(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--version"])
+    assert capsys.readouterr().out == f"replayssm {replayssm.__version__}\n"
+    assert replayssm.__version__ == importlib.metadata.version("replayssm")
+    with pytest.raises(AttributeError, match="'replayssm' has no attribute 'version'"):
+        _ = replayssm.version
 
 
 def test_bench_is_a_command_and_times_nothing_without_a_gpu(

@@ -25,7 +25,7 @@ def run(options: argparse.Namespace) -> int:
     """Rewrite docs/kernel_speed.svg and the marked block of README.md; returns the exit status.
 
     Raises:
-        ValueError: there is no JSON, or this is no source checkout.
+        ValueError: there is no such JSON, or this is no source checkout.
     """
     document = load(options.json or newest())
     readme = ROOT / "README.md"
@@ -42,8 +42,19 @@ def run(options: argparse.Namespace) -> int:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """The content of a JSON of ``replayssm bench kernel``."""
-    return json.loads(path.read_text(encoding="utf-8"))
+    """The content of a JSON of ``replayssm bench kernel``.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    remedy = "Give a file that replayssm bench kernel has written."
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # of the decoding, too
+        raise ValueError(f"{path} must be JSON; got {error}. {remedy}") from error
+    if not isinstance(document, dict) or "read_ceiling_tb_s" not in document:
+        raise ValueError(f"{path} must hold times of decode steps; got other JSON. {remedy}")
+    return document
 
 
 def newest() -> Path:
