@@ -2,15 +2,17 @@
 
 import contextlib
 import gc
+import subprocess
+import sys
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from drafting import Bigram, Scripted
-from draws import DEVICE, draw
+from draws import DEVICE
 from hybrids import ALL, VOCAB, build, config, token_ids
-from torch import Tensor, nn
 
 from replayssm import Acceptance, ReplayStateCache, generate
 from replayssm.drafters import MTPHead
@@ -158,23 +160,10 @@ def test_a_second_turn_on_one_cache_is_recorded_anew():
         assert torch.equal(eager, recorded)
 
 
-class Reads(nn.Module):
-    """A model whose forward looks at a value."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Bigram(draw(1, 5, 5))
-
-    def forward(self, ids: Tensor, cache: ReplayStateCache, **options: object) -> Tensor:
-        assert ids.max().item() < 5
-        return self.inner(ids, cache, **options)
-
-
 @pytest.mark.gpu
 @on_a_gpu
 def test_a_model_that_reads_values_is_refused_with_the_way_out():
-    with pytest.raises(RuntimeError, match="cuda_graphs=False"):
-        generate(Reads(), [[1]], max_new_tokens=20)
-    torch.cuda.synchronize()
-    tokens = generate(Reads(), [[1]], max_new_tokens=20, cuda_graphs=False)
-    assert torch.equal(tokens, generate(Bigram(draw(1, 5, 5)), [[1]], max_new_tokens=20))
+    """In a process of its own: a recording that fails may leave CUDA unfit for the tests that follow."""
+    script = Path(__file__).parent / "gpu_failed_recording.py"
+    run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr[-2000:]
