@@ -5,11 +5,12 @@
 The model stays as it is. From its hidden state behind a token and the token that follows, the head learns what the
 model will say behind that one; from its own hidden state the same one token further on, four times. The loss is the
 divergence from the model's own distributions, since these decide which drafts stand. The acceptance is measured on
-modules held out from both trainings: the model continues their beginnings, greedy, with four drafts a step. --smoke is
-a run of seconds on any CPU.
+modules held out from both trainings: the model continues their beginnings with four drafts a step, greedy and sampled.
+--smoke is a run of seconds on any CPU.
 """
 
 import argparse
+import itertools
 import math
 import time
 from pathlib import Path
@@ -30,6 +31,7 @@ HIDDEN = 1536  # 0.92 million parameters, 1.8 MB
 LEARNING_RATE = 2e-3
 WARMUP = 0.05  # of the time; then straight down to zero
 WEIGHT_DECAY = 0.1
+TEMPERATURES = 0.0, 0.7  # at which the acceptance is measured: greedy text repeats itself, which helps copying
 
 
 class Reader:
@@ -105,22 +107,31 @@ def train(model: HybridLM, head: MTPHead, args: argparse.Namespace) -> None:
     print(f"{len(seen)} steps of {batch} x {length} tokens in {minutes:.1f} minutes")
 
 
-def acceptance(model: HybridLM, drafter: str, smoke: bool) -> replayssm.Acceptance:
+def acceptance(model: HybridLM, drafter: str, temperature: float, smoke: bool) -> replayssm.Acceptance:
     """Of drafts behind the first quarter kilobyte of every held-out module."""
     begin, count, modules = (32, 8, 3) if smoke else (256, 256, None)
     prompts = [list(SEPARATOR + text[:begin]) for text in list(held_out_documents().values())[:modules]]
     counts = replayssm.Acceptance()
     replayssm.generate(
-        model, prompts, max_new_tokens=count, eos=SEPARATOR[0], drafter=drafter, num_drafts=DEPTH, acceptance=counts
+        model,
+        prompts,
+        max_new_tokens=count,
+        temperature=temperature,
+        seed=0,
+        eos=SEPARATOR[0],
+        drafter=drafter,
+        num_drafts=DEPTH,
+        acceptance=counts,
     )
     return counts
 
 
 def report(model: HybridLM, smoke: bool) -> None:
-    for drafter in ("mtp", "prompt_lookup"):
-        counts = acceptance(model, drafter, smoke)
+    for temperature, drafter in itertools.product(TEMPERATURES, ("mtp", "prompt_lookup")):
+        counts = acceptance(model, drafter, temperature, smoke)
         each = [f"{a / max(p, 1):.1%}" for a, p in zip(counts.accepted, counts.proposed, strict=True)]
-        print(f"held out, {drafter}: drafts 1 to {DEPTH} accepted {', '.join(each)}; {counts}", flush=True)
+        where = f"held out, temperature {temperature:g}, {drafter}"
+        print(f"{where}: drafts 1 to {DEPTH} accepted {', '.join(each)}; {counts}", flush=True)
 
 
 def main() -> None:

@@ -114,6 +114,6 @@ def test_the_training_script_trains_saves_and_measures(tmp_path: Path) -> None:
     printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     assert file.stat().st_size <= 2_000_000
     assert "bits from the model for drafts 1 to 4" in printed
-    assert "held out, mtp: drafts 1 to 4 accepted" in printed
+    assert "held out, temperature 0.7, mtp: drafts 1 to 4 accepted" in printed
     model, _ = from_pretrained("tiny")
     model.load_mtp(file)

@@ -78,4 +78,8 @@ def test_the_figures_of_the_bundled_model_are_those_of_its_page() -> None:
     (held_out,), (xz,) = figure("Held-out bits per byte"), figure("`xz -9` bits per byte")
     assert f"{held_out:.2f} bits per byte, where `xz -9` needs {xz:.2f}" in said
     (near,), far = figure("Bits per byte at 1K to 2K"), figure("Bits per byte at 64K to 128K")
+    lengths = re.findall(r"^\| (?:mtp|prompt_lookup) \|.* \| ([0-9.]+) \|$", BUNDLED, re.MULTILINE)
+    greedy, greedy_lookup, sampled, sampled_lookup = lengths
+    assert f"{greedy} tokens a step against {greedy_lookup}" in said
+    assert f"{sampled} against {sampled_lookup}" in said
     assert f"{near:.2f} at positions 1K to 2K and {max(far):.2f} on the same passages" in said

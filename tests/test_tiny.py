@@ -115,14 +115,15 @@ def test_greedy_text_is_the_same_for_every_window_from_0_to_33(tiny):
     assert texts == texts[:1] * 34
 
 
-@pytest.mark.skipif(not (BUNDLE / "mtp.safetensors").exists(), reason="the bundled model has no head for drafts")
 def test_the_head_for_drafts_is_small_and_right_more_often_than_not(tiny):
     assert (BUNDLE / "mtp.safetensors").stat().st_size <= 2_000_000
     acceptance = replayssm.Acceptance()
-    prompts = [list(b"\0" + text[:256]) for text in list(evaluate_tiny.held_out_documents().values())[::10]]
+    prompts = [list(b"\0" + text[:256]) for text in list(evaluate_tiny.held_out_documents().values())[::5]]
     tokens = replayssm.generate(tiny[0], prompts, max_new_tokens=64, drafter="mtp", acceptance=acceptance)
     assert torch.equal(tokens, greedy(tiny[0], prompts, 16))
+    # 70 % and 2.9 on all modules, three of which alone may be 15 % and 0.7 away; they differ between Pythons
     assert acceptance.accepted[0] / acceptance.proposed[0] > 0.5
+    assert acceptance.mean_length > 2.1
 
 
 @pytest.mark.parametrize("window", [5, 8, 16])
