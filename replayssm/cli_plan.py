@@ -10,16 +10,13 @@ from torch import nn
 
 from replayssm import (
     LayerState,
-    ReplayGatedDeltaNet,
-    ReplayKDA,
     ReplayLayer,
-    ReplayMamba2,
     ReplayStateCache,
     hub,
     models,
 )
 from replayssm.arguments import count, window
-from replayssm.bench.cases import CASES, Case
+from replayssm.bench.cases import CASES
 from replayssm.cache.auto_window import LayerBytes
 from replayssm.models import HybridLM
 from replayssm.models.hybrid import DTYPES
@@ -106,7 +103,7 @@ def run(options: argparse.Namespace) -> int:
 def _model(name: str, dtype: torch.dtype | None) -> nn.Module:
     """The model, or the layer of a geometry, on meta."""
     if name in GEOMETRIES:
-        return _layer(GEOMETRIES[name], dtype or torch.bfloat16)
+        return GEOMETRIES[name].build(dtype or torch.bfloat16)
     folder = BUNDLED if name == "tiny" else Path(name).expanduser()
     if not folder.is_dir():
         raise ValueError(
@@ -114,16 +111,6 @@ def _model(name: str, dtype: torch.dtype | None) -> nn.Module:
             "Check the path."
         )
     return HybridLM(hub.read_config("plan", folder), device="meta", dtype=dtype)
-
-
-def _layer(case: Case, dtype: torch.dtype) -> ReplayLayer:
-    d_model = case.nheads * case.headdim  # any: the projections are not counted
-    sizes = case.nheads, case.headdim
-    if case.layer == "mamba2":
-        return ReplayMamba2(d_model, *sizes, case.d_state, ngroups=case.ngroups, device="meta", dtype=dtype)
-    if case.layer == "gdn":
-        return ReplayGatedDeltaNet(d_model, *sizes, case.d_state, ngroups=case.ngroups, device="meta", dtype=dtype)
-    return ReplayKDA(d_model, *sizes, d_state=case.d_state, device="meta", dtype=dtype)
 
 
 def _layers(model: nn.Module, cache: ReplayStateCache) -> list[LayerBytes]:

@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -20,7 +20,8 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from replayssm.bench.cases import CASES, Case
-from replayssm.ops import triton_decode
+from replayssm.ops import triton_decode, triton_states
+from replayssm.ops.chunked import CHUNK
 from replayssm.ops.records import Records
 
 TARGETS = {
@@ -28,8 +29,8 @@ TARGETS = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-WINDOW, DRAFTED = 16, 4
-BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
+WINDOW, DRAFTED, PROMPT = 16, 4, 8192
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 MAMBA2, GDN, KDA = (case.recurrence for case in CASES)
 # sizes that are no power of two, a narrow and a wide state, 3 and 12 heads a group, every dtype of a layer
 ODD = (
@@ -108,15 +109,33 @@ def launch(case: Case, batch: int, t: int, dtype: torch.dtype, every_row: bool) 
     triton_decode.flush(due, checkpoint, ring, counts, counts, recurrence=case.recurrence)
 
 
-def launches(target: str) -> Iterator[tuple[Case, int, int, torch.dtype, bool]]:
-    """Arguments of ``launch``: the published geometries, on sm_90 at several batches, and the odd ones."""
+def launch_scan(case: Case, batch: int, t: int, dtype: torch.dtype, every_row: bool) -> None:
+    """The states of a prompt of t tokens; with ``every_row`` off, v as it leaves a convolution and an initial state."""
+    heads = case.nheads, case.headdim
+
+    def meta(*shape: int, dtype: torch.dtype = FP32) -> torch.Tensor:
+        return torch.empty(batch, *shape, dtype=dtype, device="meta")
+
+    k, v = meta(t, case.ngroups, case.d_state, dtype=dtype), meta(t, *heads, dtype=dtype)
+    initial = None if every_row else meta(*heads, case.d_state)
+    if not every_row:
+        v = meta(*heads, t, dtype=dtype).movedim(3, 1)
+    triton_states.chunk_states(k, v, meta(t, case.nheads), meta(t, case.nheads), initial, CHUNK)
+
+
+def launches(target: str) -> Iterator[tuple[Callable[..., None], Case, int, int, torch.dtype, bool]]:
+    """A launcher and its arguments: the published geometries, on sm_90 at several batches, and the odd ones."""
     for case in CASES:
         for batch in (1, 32, 256) if target == "sm_90" else (32,):
-            yield case, batch, 1, BF16, True
-        yield case, 32, DRAFTED, BF16, True
+            yield launch, case, batch, 1, BF16, True
+        yield launch, case, 32, DRAFTED, BF16, True
     for case, dtype in ODD:
         for t in (1, DRAFTED):
-            yield case, 3, t, dtype, False
+            yield launch, case, 3, t, dtype, False
+    yield launch_scan, CASES[0], 1, PROMPT, BF16, True
+    for t in (PROMPT, PROMPT - 1):
+        yield launch_scan, CASES[0], 1, t, BF16, False
+    yield launch_scan, ODD[0][0], 3, PROMPT - 1, FP16, False
 
 
 def resources(kernel: Any) -> dict[str, Any]:
@@ -150,8 +169,8 @@ def main(target: str) -> None:
         torch.version.hip = "for AMD"  # by which launchers know where they are
     seen = set()
     with Launches() as made:
-        for case, batch, t, dtype, every_row in launches(target):
-            launch(case, batch, t, dtype, every_row)
+        for launcher, case, batch, t, dtype, every_row in launches(target):
+            launcher(case, batch, t, dtype, every_row)
             for name, kernel in made.take():
                 if kernel.hash not in seen:
                     seen.add(kernel.hash)

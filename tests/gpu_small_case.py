@@ -1,8 +1,10 @@
 """Every kernel on small odd sizes, for a memory checker: compute-sanitizer python tests/gpu_small_case.py"""
 
 import torch
-from draws import DEVICE
+from draws import DEVICE, draw
 from gpu_cases import ODD, Sequences
+
+from replayssm.ops.triton_states import chunk_states
 
 
 def main() -> None:
@@ -20,6 +22,10 @@ def main() -> None:
             assert torch.isfinite(last[0]).all()
             assert torch.isfinite(last[2, 0]).all()
             assert torch.isfinite(rows.checkpoint).all()
+    k, v = draw(1, 2, 70, 1, 24, dtype=torch.bfloat16), draw(2, 2, 3, 40, 70, dtype=torch.bfloat16).movedim(3, 1)
+    beta, total = (draw(seed, 2, 70, 3, dtype=torch.float32).sigmoid() for seed in (3, 4))
+    for tensor in chunk_states(k, v, beta, -total, None, 64):
+        assert torch.isfinite(tensor).all()
 
 
 if __name__ == "__main__":

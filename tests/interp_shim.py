@@ -1,8 +1,9 @@
 """Repairs of Triton's CPU interpreter, for the tests alone; imported before any kernel, with TRITON_INTERPRET=1.
 
-The interpreter truncates where it should round to bfloat16 or to 8 bits, cannot loop to a bound of one element with
-numpy 2.4, and patches triton.language afresh at every launch and helper call, which takes longer than the kernel. Its
-arithmetic on bfloat16 itself works on the raw bits and is not repaired: kernels widen what they load.
+The interpreter truncates where it should round to bfloat16 or to 8 bits, multiplies matrices of bfloat16 as if their
+bits were integers, cannot loop to a bound of one element with numpy 2.4, and patches triton.language afresh at every
+launch and helper call, which takes longer than the kernel. Other arithmetic on bfloat16 itself works on the raw bits
+too and is not repaired: kernels widen what they load.
 """
 
 import types
@@ -24,7 +25,7 @@ BITS = {1: (torch.uint8, np.uint8), 2: (torch.int16, np.uint16)}  # by bytes: ho
 NATIVE = (tl.float16, tl.float32, tl.float64)
 
 _builder = interpreter.InterpreterBuilder
-_cast_impl, _create_fp_to_fp = _builder.cast_impl, _builder.create_fp_to_fp
+_cast_impl, _create_fp_to_fp, _create_dot = _builder.cast_impl, _builder.create_fp_to_fp, _builder.create_dot
 _patch_lang_tensor = interpreter._patch_lang_tensor
 
 
@@ -58,13 +59,18 @@ def create_fp_to_fp(self, source, target_type, rounding):
     return _create_fp_to_fp(self, source, target_type, rounding)
 
 
+def create_dot(self, a, b, *rest):
+    a, b = (cast_impl(self, x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b))
+    return _create_dot(self, a, b, *rest)
+
+
 def patch_lang_tensor(tensor, *rest):
     patched = _patch_lang_tensor(tensor, *rest)
     tensor.__index__ = lambda self: int(self.handle.data.item())
     return patched
 
 
-_builder.cast_impl, _builder.create_fp_to_fp = cast_impl, create_fp_to_fp
+_builder.cast_impl, _builder.create_fp_to_fp, _builder.create_dot = cast_impl, create_fp_to_fp, create_dot
 interpreter._patch_lang_tensor = patch_lang_tensor
 interpreter._patch_lang(types.FunctionType((lambda: None).__code__, {"tl": tl, "core": tl.core}))
 interpreter._patch_lang = lambda fn: interpreter._LangPatchScope()

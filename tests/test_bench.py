@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from replayssm import ReplayGatedDeltaNet, ReplayKDA, ReplayMamba2, ReplayStateCache
 from replayssm.bench import arms, gate, kernel, timing
 from replayssm.bench.cases import CASES, Case
 from replayssm.bench.gate import Trial
@@ -22,24 +21,18 @@ from replayssm.bench.progress import Progress
 from replayssm.bench.sequences import Sequences
 from replayssm.bench.timing import Time
 from replayssm.ops.records import Records
-from replayssm.plan import state_bytes
+from replayssm.plan import conventional_step, replay_step
 
 # what it counts
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.layer)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_case_counts_the_bytes_that_a_cache_of_its_layer_keeps(case: Case, dtype: torch.dtype) -> None:
-    sizes: Any = dict(nheads=case.nheads, headdim=case.headdim, d_state=case.d_state, device="meta", dtype=dtype)
-    layer = {
-        "mamba2": lambda: ReplayMamba2(64, ngroups=case.ngroups, **sizes),
-        "gdn": lambda: ReplayGatedDeltaNet(64, ngroups=case.ngroups, **sizes),
-        "kda": lambda: ReplayKDA(64, **sizes),
-    }[case.layer]()
-    kept = state_bytes(ReplayStateCache(layer, 1, window=16, device="meta"))
-    assert kept.state == case.state_bytes
+def test_a_case_is_its_layer(case: Case, dtype: torch.dtype) -> None:
+    layer, sizes = case.build(dtype), case.layer_bytes(dtype)
     q, records = case.draw(1, 1, dtype=dtype, device="cpu", seed=0)
-    assert case.record_bytes(dtype) == sum(field.nbytes for field in records)
+    assert sizes.state == case.state_bytes == 4 * case.nheads * case.headdim * case.d_state
+    assert sizes.record == sum(field.nbytes for field in records)
     assert q.shape == records.k.shape == (1, 1, case.ngroups, case.d_state)
     assert records.v.shape == (1, 1, case.nheads, case.headdim)
     assert layer.recurrence == case.recurrence
@@ -48,8 +41,7 @@ def test_a_case_counts_the_bytes_that_a_cache_of_its_layer_keeps(case: Case, dty
 @by_layer
 @given(batch=st.integers(1, 4), window=st.integers(1, 9))
 def test_bytes_are_those_of_the_tensors_that_a_window_must_touch(case: Case, batch: int, window: int) -> None:
-    dtype = torch.bfloat16
-    q, new = case.draw(1, 1, dtype=dtype, device="cpu", seed=0)
+    q, new = case.draw(1, 1, dtype=torch.bfloat16, device="cpu", seed=0)
     state, y = case.state_bytes, 4 * case.nheads * case.headdim
     record = sum(field.nbytes for field in new)
     u = 4 * new.v.numel() if case.recurrence.delta else 0
@@ -59,8 +51,9 @@ def test_bytes_are_those_of_the_tensors_that_a_window_must_touch(case: Case, bat
         for pending, folds in zip((seqlen - flushed).tolist(), flushing.tolist(), strict=True):
             total += state + pending * (record if folds else needed) + folds * state  # the ring, and the state
             total += q.nbytes + record + record + u + y  # read, appended, written
-    assert case.replay_bytes(batch, window, dtype) == pytest.approx(total / window, abs=1)
-    assert case.conventional_bytes(batch, dtype) == batch * (2 * state + q.nbytes + record + y)
+    sizes = case.layer_bytes(torch.bfloat16)
+    assert batch * replay_step(sizes, window).moved == pytest.approx(total / window, abs=2 * batch)  # reads and writes
+    assert conventional_step(sizes).moved == 2 * state + q.nbytes + record + y
 
 
 # how it takes times
@@ -258,12 +251,15 @@ def test_a_measured_case_has_every_figure(
     monkeypatch.setattr(timing, "measure", made_up_times)
     monkeypatch.setattr(timing, "COLD_BYTES", 2 * case.state_bytes)
     measured = dict(window=2, dtype=torch.bfloat16, device=DEVICE, ceiling=4.0, progress=Progress(1, 3))
-    entry = kernel.measure_case(case, 1, kernels=PlainKernels(), **measured)
+    entry = kernel.measure_case(case, 2, kernels=PlainKernels(), **measured)
     assert entry is not None
     assert list(entry) == RUN_KEYS
     assert list(entry["gate"]) == ["replay_error", "conventional_error", "budget"]
     assert (entry["conventional_us"], entry["replay_us"], entry["speedup"]) == (10.0, 11.0, 10 / 11)
     assert (entry["nonflush_us"], entry["flush_us"], entry["aligned_us"], entry["window0_us"]) == (12, 13, 12.5, 14)
+    sizes = case.layer_bytes(measured["dtype"])
+    assert entry["bytes_conventional"] == 2 * conventional_step(sizes).moved
+    assert entry["bytes_replay"] == 2 * replay_step(sizes, measured["window"]).moved
     json.dumps(entry)
     assert "0.91x" in capsys.readouterr().err
 

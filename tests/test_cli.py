@@ -16,7 +16,14 @@ from replayssm import ReplayStateCache, cli, generate
 from replayssm.bench.cases import CASES
 from replayssm.drafters import MTPHead
 from replayssm.models import ByteTokenizer, HybridLM, from_pretrained
-from replayssm.plan import USABLE, conventional_traffic, replay_traffic, state_bytes
+from replayssm.plan import (
+    USABLE,
+    conventional_step,
+    conventional_traffic,
+    replay_step,
+    replay_traffic,
+    state_bytes,
+)
 from replayssm.prefill import PREFILL_PIECE
 
 PROMPT = "def f(x):"
@@ -308,8 +315,9 @@ def test_plan_predicts_for_each_geometry_of_the_bench_that_replay_moves_less_and
     text = planned(capsys, "--model", name, "--batch", "256", "--window", "16", "--gpu", "H200")
     (case,) = [case for case in CASES if case.geometry == name]
     conventional, replay, ratio = figures(text, "bytes")
-    assert conventional == case.conventional_bytes(256, torch.bfloat16)
-    assert replay == case.replay_bytes(256, 16, torch.bfloat16)
+    sizes = case.layer_bytes(torch.bfloat16)
+    assert conventional == 256 * conventional_step(sizes).moved
+    assert replay == 256 * replay_step(sizes, 16).moved
     assert ratio == round(conventional / replay, 2) > 1.5
     before, after, ratio = figures(text, "time, us")
     assert ratio == pytest.approx(before / after, abs=0.01)

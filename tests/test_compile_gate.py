@@ -35,14 +35,15 @@ def test_every_kernel_compiles_and_fits(target):
     files = (ROOT / "replayssm" / "ops").glob("triton_*.py")
     defined = {name for file in files for name in re.findall(r"^def (\w+_kernel)\(", file.read_text(), re.MULTILINE)}
     kernels = compiled(target)
-    for layer in ("mamba2", "gdn", "kda"):
-        assert {kernel["kernel"] for kernel in kernels if kernel["layer"] == layer} == defined
+    for layer, others in (("mamba2", set()), ("gdn", {"states_kernel"}), ("kda", {"states_kernel"})):
+        assert {kernel["kernel"] for kernel in kernels if kernel["layer"] == layer} == defined - others
     too_large = [kernel for kernel in kernels if kernel["shared"] > SHARED[target]]
     assert not too_large
     if target != "sm_100":
         assert not [kernel for kernel in kernels if kernel["tf32"]]
     if target == "sm_90" and triton.__version__.startswith(f"{tiling.SWEPT_WITH}."):
-        spilled = [k for k in kernels if k["stack"] and k["geometry"] != "odd" and k["t"] == 1]
+        tuned = [k for k in kernels if k["geometry"] != "odd" and (k["t"] == 1 or k["kernel"] == "states_kernel")]
+        spilled = [k for k in tuned if k["stack"]]
         assert not spilled, "\n".join(map(json.dumps, spilled))
 
 

@@ -17,6 +17,7 @@ from geometries import CASES as LAYERS
 from geometries import Geometry
 from gpu_cases import ODD, Sequences, exact_and_plain, poison_free_memory
 from oracles import token_loop
+from racecheck import races
 from records import make_records, to, tokens_of
 
 from replayssm import ReplayStateCache
@@ -297,13 +298,12 @@ def test_a_compiled_step_decodes_as_eager_steps_do(geometry):
     assert_e64(cache[0].state(), twin[0].state(), "state")
 
 
-@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
-def test_a_memory_checker_finds_nothing(tool):
+def checked(*options: str) -> str:
+    """What compute-sanitizer prints of every kernel, unless the program failed."""
     checker = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
     if checker is None:
         pytest.skip("compute-sanitizer is not installed")
-    case = Path(__file__).parent / "gpu_small_case.py"
-    command = [checker, "--tool", tool, "--error-exitcode", "9", sys.executable, str(case)]
+    command = [checker, *options, sys.executable, str(Path(__file__).parent / "gpu_small_case.py")]
     # blocks as they are, not carved out of larger ones: an access beyond one is then an access beyond memory
     run = subprocess.run(
         command, env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, capture_output=True, text=True, timeout=300
@@ -311,3 +311,16 @@ def test_a_memory_checker_finds_nothing(tool):
     if "Device not supported" in run.stdout:
         pytest.skip("compute-sanitizer does not reach this device")
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-2000:]
+    return run.stdout
+
+
+def test_no_kernel_leaves_its_memory():
+    checked("--tool", "memcheck", "--error-exitcode", "9")
+
+
+def test_no_kernel_races_in_shared_memory():
+    printed = checked(
+        "--tool", "racecheck", "--racecheck-report", "hazard", "--show-backtrace", "no", "--print-limit", "0"
+    )
+    found = races(printed)
+    assert not found, "\n".join(found)[:5000]

@@ -28,6 +28,13 @@ def count_kernel(bound, target):
     tl.store(target, count)
 
 
+@triton.jit
+def dot_kernel(a, b, target, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)[:, None] * SIZE + tl.arange(0, SIZE)
+    start = tl.load(target + at)
+    tl.store(target + at, tl.dot(tl.load(a + at), tl.load(b + at), start, input_precision="ieee"))
+
+
 def copied(source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     target = torch.empty(BLOCK, dtype=dtype)
     copy_kernel[(1,)](source, target, BLOCK)
@@ -68,3 +75,11 @@ def test_a_loop_runs_to_a_bound_that_was_loaded(bound):
     target = torch.full((1,), -1)
     count_kernel[(1,)](torch.tensor([bound]), target)
     assert target.item() == bound
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_product_of_matrices_takes_16_bit_numbers_and_sums_in_fp32(dtype):
+    a, b = (draw(seed, 16, 16).mul(8).round().to(dtype) for seed in (3, 4))  # small integers: every sum is exact
+    target = torch.full((16, 16), 0.5)
+    dot_kernel[(1,)](a, b, target, 16)
+    assert_same_bits(target, a.float() @ b.float() + 0.5)

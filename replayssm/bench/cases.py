@@ -1,4 +1,4 @@
-"""What the bench measures: a geometry a row, the bytes each must move, and what others published."""
+"""What the bench measures: a geometry a row, and what others published."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -7,10 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from replayssm import ReplayGatedDeltaNet, ReplayKDA, ReplayLayer, ReplayMamba2, ReplayStateCache
+from replayssm.cache.auto_window import LayerBytes
 from replayssm.ops.records import Records, Recurrence
 
 BATCHES = (1, 8, 32, 128, 256, 512)
-FP32 = 4  # bytes: states, g, beta, u and outputs
 
 
 @dataclass(frozen=True)
@@ -28,31 +29,21 @@ class Case:
     @property
     def state_bytes(self) -> int:
         """Of the fp32 state of one sequence."""
-        return FP32 * self.nheads * self.headdim * self.d_state
+        return 4 * self.nheads * self.headdim * self.d_state
 
-    def record_bytes(self, dtype: torch.dtype) -> int:
-        """Of one token's k, v (activations in ``dtype``), g and beta (fp32)."""
-        return self._k_bytes(dtype) + self._v_bytes(dtype) + self._g_bytes() + FP32 * self.nheads
+    def build(self, dtype: torch.dtype) -> ReplayLayer:
+        """The layer, with activations in ``dtype``, on meta."""
+        d_model = self.nheads * self.headdim  # any: the projections are not counted
+        sizes = self.nheads, self.headdim
+        if self.layer == "mamba2":
+            return ReplayMamba2(d_model, *sizes, self.d_state, ngroups=self.ngroups, device="meta", dtype=dtype)
+        if self.layer == "gdn":
+            return ReplayGatedDeltaNet(d_model, *sizes, self.d_state, ngroups=self.ngroups, device="meta", dtype=dtype)
+        return ReplayKDA(d_model, *sizes, d_state=self.d_state, device="meta", dtype=dtype)
 
-    def conventional_bytes(self, batch: int, dtype: torch.dtype) -> int:
-        """What a conventional step of ``batch`` sequences must move: state in and out, inputs in, outputs out."""
-        return batch * (2 * self.state_bytes + self._call_bytes(dtype))
-
-    def replay_bytes(self, batch: int, window: int, dtype: torch.dtype) -> int:
-        """What a step by replay must move, averaged over a window of ``window`` >= 1 steps, for ``batch`` sequences.
-
-        The steps of a window find 1 .. window records. All but the last read what outputs need of them: k, g, and u
-        (delta rules) or v and beta. The last reads whole records and writes the state.
-        """
-        written = self.record_bytes(dtype)
-        if self.recurrence.delta:
-            u = FP32 * self.nheads * self.headdim
-            written += u
-            read = self._k_bytes(dtype) + self._g_bytes() + u
-        else:
-            read = self.record_bytes(dtype)
-        ring = read * (window - 1) / 2 + self.record_bytes(dtype) + written
-        return round(batch * (self.state_bytes * (1 + 1 / window) + ring + self._call_bytes(dtype)))
+    def layer_bytes(self, dtype: torch.dtype) -> LayerBytes:
+        """What ``plan`` counts with: the sizes that a cache of the layer has."""
+        return LayerBytes.of(ReplayStateCache(self.build(dtype), 1, window=0, device="meta")[0])
 
     def draw(
         self, batch: int, t: int, *, dtype: torch.dtype, device: torch.device | str, seed: int
@@ -78,19 +69,6 @@ class Case:
             rate = torch.linspace(1, 16, self.nheads, device=device)
             g = -(beta * rate).unsqueeze(-1)
         return q.to(dtype), Records(k.to(dtype), v.to(dtype), g, beta)
-
-    def _k_bytes(self, dtype: torch.dtype) -> int:
-        return dtype.itemsize * self.ngroups * self.d_state
-
-    def _v_bytes(self, dtype: torch.dtype) -> int:
-        return dtype.itemsize * self.nheads * self.headdim
-
-    def _g_bytes(self) -> int:
-        return FP32 * self.nheads * self.recurrence.decay_width(self.d_state)
-
-    def _call_bytes(self, dtype: torch.dtype) -> int:
-        """Of a token's q and record, read, and its outputs, written."""
-        return self._k_bytes(dtype) + self.record_bytes(dtype) + FP32 * self.nheads * self.headdim
 
 
 CASES = (

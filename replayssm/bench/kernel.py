@@ -14,7 +14,7 @@ from replayssm.bench.cases import BATCHES, CASES, Case
 from replayssm.bench.machine import about, slug
 from replayssm.bench.progress import Progress
 from replayssm.bench.sequences import Kernels
-from replayssm.plan import StateBytes, conventional_traffic, replay_traffic
+from replayssm.plan import StateBytes, conventional_step, conventional_traffic, replay_step, replay_traffic
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 STAGES = ("tuning the conventional step", "checking", "timing")
@@ -58,7 +58,8 @@ def traffic_table(cases: Sequence[Case], batches: Sequence[int], window: int, dt
     """Megabytes of states and records that a step moves, as a table."""
     rows = []
     for case in cases:
-        sizes = StateBytes(case.state_bytes, case.record_bytes(dtype))
+        layer = case.layer_bytes(dtype)
+        sizes = StateBytes(layer.state, layer.record)
         conventional, replay = sum(conventional_traffic(sizes)), sum(replay_traffic(sizes, window))
         for batch in batches:
             moved = [f"{batch * each / 1e6:,.1f}" for each in (conventional, replay)]
@@ -99,7 +100,8 @@ def measure_case(
     times = arms.time_arms(case, states, step, window=window, dtype=dtype, kernels=kernels)
     conventional_us, replay_us = times["conventional"].median_us, times["replay"].median_us
     nonflush_us, flush_us = times["nonflush"].median_us, times["flush"].median_us
-    bytes_replay = case.replay_bytes(batch, window, dtype)
+    layer = case.layer_bytes(dtype)
+    bytes_replay = batch * replay_step(layer, window).moved
     speedup = conventional_us / replay_us
     progress.part(f"{label}: conventional {conventional_us:.1f} us, replay {replay_us:.1f} us, {speedup:.2f}x")
     return dict(
@@ -122,7 +124,7 @@ def measure_case(
         flush_us=flush_us,
         aligned_us=(nonflush_us * (window - 1) + flush_us) / window,
         window0_us=times["window0"].median_us,
-        bytes_conventional=case.conventional_bytes(batch, dtype),
+        bytes_conventional=batch * conventional_step(layer).moved,
         bytes_replay=bytes_replay,
         percent_of_ceiling=100 * bytes_replay / replay_us / 1e6 / ceiling,
         speedup=speedup,

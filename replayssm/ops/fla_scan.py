@@ -5,8 +5,6 @@ all of them a state with its value features first, our (batch, nheads, headdim, 
 or transposed on the way. Products take operands of the activations' dtype and sum in fp32; the state is fp32.
 """
 
-import torch
-from fla.ops.common.chunk_h import chunk_fwd_h
 from fla.ops.common.chunk_o import chunk_fwd_o
 from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 from fla.ops.kda import chunk_kda
@@ -18,6 +16,7 @@ from torch import Tensor
 
 from replayssm.ops.chunked import CHUNK
 from replayssm.ops.records import Records, Recurrence
+from replayssm.ops.triton_states import chunk_states
 
 
 def scan(
@@ -52,27 +51,19 @@ def scan(
 def _scan_without_correction(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """``chunk_simple_gla`` from its two halves, without a backward pass.
+    """``chunk_simple_gla`` without a backward pass, its first half by a kernel of ours.
 
-    The half that reads the outputs takes keys stored once a group, the half that makes the states does not. As a whole
-    it wants both q and k for every head: with 16 heads a group, most of the bytes that it moves.
+    That half makes the states. Unlike the other one, which reads the outputs, it takes keys for every head only, and no
+    beta: with 16 heads a group, writing k and v anew would be most of the bytes that a scan moves.
     """
     with custom_device_ctx(v.device.index):
-        # one pass: the product in fp32, rounded once, contiguous whatever the strides of v
-        written = torch.mul(v, beta.unsqueeze(-1), out=torch.empty(v.shape, dtype=v.dtype, device=v.device))
+        k = k.contiguous()
         total = chunk_local_cumsum(g.contiguous(), chunk_size=CHUNK, scale=RCP_LN2)
-        states, final = chunk_fwd_h(
-            k=_per_head(k, v).contiguous(),  # a view where a group has one head
-            v=written,
-            g=total,
-            h0=None if state is None else state.contiguous(),
-            output_final_state=True,
-            state_v_first=True,
-            chunk_size=CHUNK,
-        )
+        initial = None if state is None else state.contiguous()
+        written, states, final = chunk_states(k, v, beta.contiguous(), total, initial, CHUNK)
         y = chunk_fwd_o(
             q=q.contiguous(),
-            k=k.contiguous(),
+            k=k,
             v=written,
             h=states,
             g=total,
