@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from replayssm.cache.auto_window import LayerBytes
 from replayssm.ops.records import Records, Recurrence
 
 BATCHES = (1, 8, 32, 128, 256, 512)
@@ -53,6 +54,20 @@ class Case:
             read = self.record_bytes(dtype)
         ring = read * (window - 1) / 2 + self.record_bytes(dtype) + written
         return round(batch * (self.state_bytes * (1 + 1 / window) + ring + self._call_bytes(dtype)))
+
+    def layer_bytes(self, dtype: torch.dtype) -> LayerBytes:
+        """The sizes that ``replayssm.plan`` counts with."""
+        k, wide = self._k_bytes(dtype), FP32 * self.nheads * self.headdim
+        return LayerBytes(
+            state=self.state_bytes,
+            q=k,
+            k=k,
+            v=self._v_bytes(dtype),
+            g=self._g_bytes(),
+            beta=FP32 * self.nheads,
+            u=wide if self.recurrence.delta else 0,
+            y=wide,
+        )
 
     def draw(
         self, batch: int, t: int, *, dtype: torch.dtype, device: torch.device | str, seed: int
@@ -127,3 +142,19 @@ PUBLISHED = {
     },
     "kda": {32: Published(43.7, None), 256: Published(301.8, None)},
 }
+
+
+class PublishedVerify(NamedTuple):
+    """Cost of a step of several tokens, all kept, in conventional steps of one token: the best of ``PUBLISHED``."""
+
+    replay: float
+    native: float  # with a state written behind each token
+
+
+# layer -> tokens a step; batch 256, as above. Mamba-2: FlashInfer's ReplaySSM kernel. GDN: that of its authors.
+PUBLISHED_VERIFY = {
+    "mamba2": {4: PublishedVerify(0.65, 2.70), 8: PublishedVerify(0.84, 4.99)},
+    "gdn": {4: PublishedVerify(0.92, 2.78), 8: PublishedVerify(1.37, 5.05)},
+    "kda": {},
+}
+PUBLISHED_VERIFY_BATCH = 256
