@@ -10,7 +10,10 @@ _WHERE = "ReplayStateCache.commit"
 
 
 def check_kept(clock: Clock, n: int | Tensor | None, path: Tensor | None) -> None:
-    """Refuse, before anything changes, what can be seen to be wrong."""
+    """Refuse, before anything changes, what can be seen to be wrong.
+
+    A message must not print what a device tensor holds: it is made whether it is needed or not, and would wait.
+    """
     step = clock.step
     assert step is not None
     _check_path(step, n, path)
@@ -21,7 +24,7 @@ def check_kept(clock: Clock, n: int | Tensor | None, path: Tensor | None) -> Non
     expect(
         not step.scan,
         f"{_WHERE}: n must be None after a step of more than step_tokens={clock.step_tokens} tokens, which goes "
-        f"straight into the checkpoint; got n={n!r}. Commit everything, or feed drafts in steps of at most "
+        f"straight into the checkpoint; got {_shown(n)}. Commit everything, or feed drafts in steps of at most "
         f"step_tokens tokens.",
     )
     most = step.length
@@ -35,7 +38,7 @@ def check_kept(clock: Clock, n: int | Tensor | None, path: Tensor | None) -> Non
     else:
         expect(
             isinstance(n, int) and not isinstance(n, bool),
-            f"{_WHERE}: n must be None, an int or an integer tensor; got {n!r}. Pass the number of tokens to keep.",
+            f"{_WHERE}: n must be None, an int or an integer tensor; got {_shown(n)}. Pass the number of tokens to keep.",
         )
         counts = torch.full((len(step.length),), n, device="cpu")
         if step.off is not None and readable(step.off):
@@ -53,6 +56,10 @@ def check_kept(clock: Clock, n: int | Tensor | None, path: Tensor | None) -> Non
             f"{_WHERE}: path must lead from a root of the tree from parent to child, n={counts.tolist()} nodes in each "
             f"row; got {path.tolist()}. Give the columns of the kept nodes in order, and keep at most these.",
         )
+
+
+def _shown(n: object) -> str:
+    return f"n of shape {tuple(n.shape)}" if isinstance(n, Tensor) else f"n={n!r}"
 
 
 def count_kept(clock: Clock, n: int | Tensor | None, path: Tensor | None) -> Tensor:

@@ -1,6 +1,6 @@
 """Multi-token prediction: drafts from the model's own hidden states, by a small head that is trained beside it."""
 
-from typing import Protocol, runtime_checkable
+from typing import Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -58,7 +58,6 @@ class MTPHead(nn.Module):
         return self.norm(x)
 
 
-@runtime_checkable
 class HasMTP(Protocol):
     """A model with a place for a head; a ``HybridLM`` is one."""
 
@@ -78,12 +77,11 @@ class MTP(Drafter):
     def begin(self, run: Run) -> None:
         model = run.model
         expect(
-            isinstance(model, HasMTP) and model.mtp is not None,
+            getattr(model, "mtp", None) is not None,
             f"generate: drafter must be another than 'mtp' for a model without an MTP head; got {type(model).__name__} "
             'without one. Train one, as examples/train_mtp.py does, or take "prompt_lookup".',
         )
-        assert isinstance(model, HasMTP)
-        self._model, self._sampler = model, run.sampler
+        self._model, self._sampler = cast(HasMTP, model), run.sampler
 
     def propose(self, context: Context, num: int) -> tuple[Tensor, Tensor | None]:
         tokens, lengths, hidden = context
