@@ -148,6 +148,21 @@ VERIFY_KEYS = [
 ABOUT = ("command", "date", "commit", "gpu", "driver", "torch", "triton", "python")
 
 
+def made_up_speculation() -> dict[str, Any]:
+    """A JSON in which prompt lookup is slower than no drafts at batch 256."""
+    runs = []
+    for drafter, length in (("prompt_lookup", 1.5), ("mtp", 2.25)):
+        for batch in (1, 256):
+            rates = dict(tokens_s=1500.0, tokens_s_spread=20.0, plain_tokens_s=1000.0, plain_tokens_s_spread=10.0)
+            speedup = 0.9 if (drafter, batch) == ("prompt_lookup", 256) else 1.5
+            texts = dict(texts=3 * batch, texts_differing=1, texts_wrong=0)
+            sizes = dict(drafter=drafter, batch=batch, num_drafts=4, max_new_tokens=256, mean_length=length)
+            counts = dict(proposed=[10, 10, 10, 10], accepted=[6, 3, 1, 0], speedup=speedup)
+            runs.append(sizes | counts | rates | texts)
+    about = {name: f"<{name}>" for name in ABOUT} | {"command": "replayssm bench speculative --batch 1 256"}
+    return about | {"parameters": 4_821_806, "prompt_tokens": 256, "rounds": 3, "runs": runs}
+
+
 def made_up_document() -> dict[str, Any]:
     """A JSON in which replay is slower at batch 1 and 1.5 times as fast elsewhere."""
     runs = []

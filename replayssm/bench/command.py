@@ -2,9 +2,9 @@
 
 import argparse
 
-from replayssm.bench import kernel, prefill, readme, verify
+from replayssm.bench import kernel, prefill, readme, speculative, verify
 
-COMMANDS = {"kernel": kernel, "verify": verify, "prefill": prefill, "report": readme}
+COMMANDS = {"kernel": kernel, "verify": verify, "speculative": speculative, "prefill": prefill, "report": readme}
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

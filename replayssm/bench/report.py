@@ -51,8 +51,9 @@ def marks(bench: str) -> tuple[str, str]:
 
 
 def versions(document: dict[str, Any]) -> str:
-    """On what a measurement ran, for its conditions."""
-    listed = ", ".join(f"{name} {document[name]}" for name in ("driver", "torch", "triton", "python", "commit"))
+    """On what a measurement ran, for its conditions; a CPU has no driver and no use for triton."""
+    names = [name for name in ("driver", "torch", "triton", "python", "commit") if document[name] != "none"]
+    listed = ", ".join(f"{name} {document[name]}" for name in names)
     return f"one {document['gpu']} ({listed}, {document['date'][:10]})"
 
 
