@@ -257,8 +257,9 @@ def test_the_native_step_is_right_in_every_shape_for_any_number_of_tokens(case: 
     fitting = [each for each in conventional.CONFIGS if each.segment <= case.d_state]
     for index, config in enumerate(fitting[:: 1 if DEVICE.type == "cuda" else 4]):
         tokens = 3 - index % 3
-        error = trial.native_error(tune.native_with(config, case), tokens, gate.half(tokens))
-        assert error <= trial.budget, (config, tokens)
+        for kept in (tokens, gate.half(tokens)):
+            error = trial.native_error(tune.native_with(config, case), tokens, kept)
+            assert error <= trial.budget, (config, tokens, kept)
 
 
 @needs_triton

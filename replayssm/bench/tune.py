@@ -78,7 +78,8 @@ def tune_native(
         return [partial(run, *pair, q, records, y) for pair in zip(states, snapshots, strict=True)]
 
     def right(config: Config) -> bool:
-        return trial.native_error(native_with(config, case), tokens, half(tokens)) <= trial.budget
+        step = native_with(config, case)
+        return all(trial.native_error(step, tokens, kept) <= trial.budget for kept in (tokens, half(tokens)))
 
     return _fastest(case, "native", arm, right, max(1, timing.LAUNCHES // 2 // tokens))
 
