@@ -13,60 +13,18 @@ import hashlib
 import lzma
 import math
 import random
-import sysconfig
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 import replayssm
+from replayssm.bench.held_out import HELD_OUT, SEPARATOR, STDLIB, held_out_documents
 from replayssm.models import HybridLM, from_pretrained
 
-STDLIB = Path(sysconfig.get_path("stdlib"))
-SEPARATOR = b"\0"
-
-# Plain Python in CPython 3.10 to 3.14, where Debian leaves them in, and not another module's twin.
-HELD_OUT = (
-    "asyncio/queues",
-    "bdb",
-    "calendar",
-    "cmd",
-    "configparser",
-    "copy",
-    "csv",
-    "dataclasses",
-    "email/message",
-    "fileinput",
-    "fractions",
-    "ftplib",
-    "gettext",
-    "graphlib",
-    "heapq",
-    "html/parser",
-    "http/cookies",
-    "json/decoder",
-    "logging/config",
-    "netrc",
-    "plistlib",
-    "queue",
-    "random",
-    "reprlib",
-    "sched",
-    "shlex",
-    "socketserver",
-    "textwrap",
-    "timeit",
-    "zipapp",
-)
 # Not the standard library; and generated tables and manual pages, which are not source text.
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data", "lib-dynload"}
 LINE = 24  # characters; shorter lines are alike in all code
 MOST_SHARED = 0.15  # of a training document's lines: above this it is taken for a copy of held-out text
-
-
-def held_out_documents() -> dict[str, bytes]:
-    """Module -> text of the held-out modules, in a fixed order."""
-    return {name: (STDLIB / f"{name}.py").read_bytes() for name in HELD_OUT}
 
 
 def training_documents() -> dict[str, bytes]:

@@ -3,7 +3,7 @@
     python examples/train_tiny.py --out FOLDER [--minutes 8] [--probe] [--smoke]
 
 FOLDER gets config.json, model.safetensors (bf16) and README.md with every figure of the run in it. --probe only times
-the steps, --smoke is a run of seconds on any CPU. evaluate_tiny.py says which modules are held out. Nothing held out
+the steps, --smoke is a run of seconds on any CPU. Modules are held out (replayssm/bench/held_out.py). Nothing held out
 decides anything here: the run ends when its time is over, and the last weights are the result.
 """
 

@@ -31,7 +31,9 @@ from replayssm.plan import (
     Traffic,
     conventional_step,
     find_gpu,
+    native_memory,
     predicted_us,
+    replay_memory,
     replay_step,
 )
 
@@ -93,6 +95,8 @@ def run(options: argparse.Namespace) -> int:
     print(f"batch {cache.batch}, window {cache.window}, tokens a step {cache.step_tokens}, {gpu.name}")
     weights = sum(parameter.nbytes for parameter in model.parameters()) if isinstance(model, HybridLM) else 0
     _print_memory(cache, weights, gpu)
+    if layers and options.drafts:
+        _print_rollback(layers, cache)
     if layers:
         _print_step(layers, cache, gpu)
     else:
@@ -143,6 +147,17 @@ def _print_memory(cache: ReplayStateCache, weights: int, gpu: Gpu) -> None:
     fit = max(room, 0) // total
     fits = "" if cache.batch <= fit else ": not this batch"
     print(f"{fit:,} sequences fit into {USABLE:.0%} of {gpu.memory_gib} GiB{fits}")
+
+
+def _print_rollback(layers: list[LayerBytes], cache: ReplayStateCache) -> None:
+    """State memory of a sequence whose drafts can be rejected, beside that of an engine that keeps states."""
+    drafts = cache.step_tokens - 1
+    native = sum(native_memory(layer, cache.step_tokens) for layer in layers)
+    replay = sum(replay_memory(layer, cache.window, cache.step_tokens) for layer in layers)
+    print(f"\nstate memory of a sequence that can reject {drafts} drafts, recurrent layers alone")
+    print(f"  {'native':<12}{native:>18,}  {cache.step_tokens} states, one behind each token")
+    print(f"  {'replay':<12}{replay:>18,}  a state, and a ring of {cache.clock.slots} tokens")
+    print(f"  {'ratio':<12}{native / replay:>18.2f}")
 
 
 def _print_step(layers: list[LayerBytes], cache: ReplayStateCache, gpu: Gpu) -> None:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from replayssm import ReplayStateCache
 from replayssm.cache.auto_window import LayerBytes
+from replayssm.cache.step import Clock
 
 
 class StateBytes(NamedTuple):
@@ -72,20 +73,40 @@ def conventional_step(layer: LayerBytes, step_tokens: int = 1) -> Traffic:
     )
 
 
-def replay_step(layer: LayerBytes, window: int, step_tokens: int = 1) -> Traffic:
-    """Bytes of one layer, sequence and step of the kernels, averaged over a window; every token is kept.
+def replay_step(layer: LayerBytes, window: int, step_tokens: int = 1, kept: int | None = None) -> Traffic:
+    """Bytes of one layer, sequence and step of the kernels, averaged over a window.
 
-    The steps of a window find T, 2 T, ... records, T = ``step_tokens``. The last of them reads what it finds as
-    records and folds it; the others read live records, which for delta rules hold u in place of v and beta.
+    The steps of a window find K, 2 K, ... records, K = ``kept``, tokens of a step that stay (None: all of them). The
+    last of them reads what it finds as records and folds it; the others read live records, which for delta rules hold
+    u in place of v and beta.
     """
-    steps = max(window // step_tokens, 1)
-    live = step_tokens * steps * (steps - 1) // 2  # records, summed over the steps that do not flush
+    kept = step_tokens if kept is None else kept
+    steps = steps_of_window(window, step_tokens, kept)
+    live = kept * steps * (steps - 1) // 2  # records, summed over the steps that do not flush
     new = step_tokens * (layer.q + layer.record)
     return Traffic(
-        read=layer.state + live * layer.live_record // steps + step_tokens * layer.record + new,
+        read=layer.state + live * layer.live_record // steps + kept * layer.record + new,
         written=layer.state // steps + step_tokens * (layer.record + layer.u + layer.y),
-        decays=step_tokens * layer.g // 4,
+        decays=kept * layer.g // 4,
     )
+
+
+def steps_of_window(window: int, step_tokens: int = 1, kept: int = 1) -> int:
+    """How many steps lie between two flushes of a row that keeps ``kept`` of ``step_tokens`` tokens a step.
+
+    The first of them finds ``kept`` records; the last is the first one that has no room for all of its tokens.
+    """
+    return max((window - step_tokens) // kept + 1, 1)
+
+
+def replay_memory(layer: LayerBytes, window: int, step_tokens: int = 1) -> int:
+    """Bytes that one layer keeps for a sequence: the state, and a ring that new tokens share with the live records."""
+    return layer.state + Clock.slots_for(window, step_tokens) * (layer.record + layer.u)
+
+
+def native_memory(layer: LayerBytes, step_tokens: int = 1) -> int:
+    """Bytes that one layer keeps for a sequence without records: a state for each token that a step may go back to."""
+    return step_tokens * layer.state
 
 
 class Gpu(NamedTuple):

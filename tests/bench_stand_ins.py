@@ -50,18 +50,23 @@ class PlainKernels:
             begin = end if folds else begin
             if self.fault == "reads a dead slot":
                 begin -= 1
-            slots = ring.k.shape[1]
-            at = (end + (self.fault == "appends a slot too far")) % slots
-            for field, new in zip(ring, records, strict=True):
-                field[row, at] = new[row, 0]
-            live = [token % slots for token in range(begin, end)] + [at]
+            slots, new = ring.k.shape[1], range(q.shape[1])
+            at = [(end + token + (self.fault == "appends a slot too far")) % slots for token in new]
+            for field, appended in zip(ring, records, strict=True):
+                field[row, at] = appended[row]
+            live = [token % slots for token in range(begin, end)] + at
             tokens = Records(*(field[row : row + 1, live].float() for field in ring))
             state = checkpoint[row : row + 1]
             outputs.append(replay_ref(q[row : row + 1].float(), tokens, state, delta=recurrence.delta))
         y = torch.cat(outputs)
         if self.fault == "multiplies a dead slot by 0":
-            dead = (seqlen + 1) % ring.v.shape[1]
+            dead = (seqlen + q.shape[1]) % ring.v.shape[1]
             y += 0 * ring.v[torch.arange(len(dead), device=dead.device), dead].float().unsqueeze(1)
+        if self.fault == "reads one token too far":
+            y[:, 0] = y[:, -1]
+        if self.fault == "folds drafts" and q.shape[1] > 1:  # those of this step, whether they are kept or not
+            everyone = torch.ones_like(flushing)
+            self.flush(everyone, checkpoint, ring, seqlen + q.shape[1], seqlen + 1, recurrence=recurrence)
         return y.bfloat16().float() if self.fault == "rounds its outputs" else y
 
     def flush(
@@ -92,6 +97,23 @@ FAULTS = (
 )
 
 
+TOKENS_FAULTS = ("reads one token too far", "folds drafts")  # to be seen where a step has several tokens
+
+
+def plain_native(case: Case, fault: str = "none") -> gate.Native:
+    """A step of several tokens by the token loop, with the state behind each of them."""
+
+    def step(state: Tensor, snapshots: Tensor, q: Tensor, records: Records, y: Tensor) -> None:
+        for t in range(q.shape[1]):
+            token = Records(*(field[:, t : t + 1].float() for field in records))
+            y[:, t : t + 1] = replay_ref(q[:, t : t + 1].float(), token, state, delta=case.recurrence.delta)
+            state = flush_ref(token, state, delta=case.recurrence.delta)
+            if fault != "keeps the last state only" or t == q.shape[1] - 1:
+                snapshots[:, t] = state
+
+    return step
+
+
 def plain_step(case: Case, fault: str = "none") -> gate.Step:
     """A conventional step by the token loop."""
 
@@ -115,6 +137,32 @@ RUN_KEYS = [
 ]
 
 
+VERIFY_TIMES = ("conventional", "native", "replay", "replay_half")
+VERIFY_KEYS = [
+    *(*GEOMETRY_KEYS, "dtype", "batch", "tokens", "half", "window"),
+    *("conventional_config", "conventional_tb_s", "native_config", "native_tb_s"),
+    *(*(f"{name}_us" for name in VERIFY_TIMES), *(f"{name}_spread_us" for name in VERIFY_TIMES)),
+    *(*(f"{name}_steps" for name in VERIFY_TIMES[1:]), "bytes_conventional", "bytes_replay", "bytes_replay_half"),
+    *("bytes_native", "percent_of_ceiling", "gate"),
+]
+ABOUT = ("command", "date", "commit", "gpu", "driver", "torch", "triton", "python")
+
+
+def made_up_speculation() -> dict[str, Any]:
+    """A JSON in which prompt lookup is slower than no drafts at batch 256."""
+    runs = []
+    for drafter, length in (("prompt_lookup", 1.5), ("mtp", 2.25)):
+        for batch in (1, 256):
+            rates = dict(tokens_s=1500.0, tokens_s_spread=20.0, plain_tokens_s=1000.0, plain_tokens_s_spread=10.0)
+            speedup = 0.9 if (drafter, batch) == ("prompt_lookup", 256) else 1.5
+            texts = dict(texts=3 * batch, texts_differing=1, texts_wrong=0)
+            sizes = dict(drafter=drafter, batch=batch, num_drafts=4, max_new_tokens=256, mean_length=length)
+            counts = dict(proposed=[10, 10, 10, 10], accepted=[6, 3, 1, 0], speedup=speedup)
+            runs.append(sizes | counts | rates | texts)
+    about = {name: f"<{name}>" for name in ABOUT} | {"command": "replayssm bench speculative --batch 1 256"}
+    return about | {"parameters": 4_821_806, "prompt_tokens": 256, "rounds": 3, "runs": runs}
+
+
 def made_up_document() -> dict[str, Any]:
     """A JSON in which replay is slower at batch 1 and 1.5 times as fast elsewhere."""
     runs = []
@@ -125,5 +173,20 @@ def made_up_document() -> dict[str, Any]:
             about = {key: getattr(case, key) for key in GEOMETRY_KEYS}
             rest = dict(window=16, dtype="bfloat16", batch=batch, speedup=speedup, percent_of_ceiling=75.0)
             runs.append(about | rest | figures)
-    names = ("command", "date", "commit", "gpu", "driver", "torch", "triton", "python")
-    return {name: f"<{name}>" for name in names} | {"read_ceiling_tb_s": 4.5, "runs": runs}
+    about = {name: f"<{name}>" for name in ABOUT} | {"command": "replayssm bench kernel --batch 1"}
+    return about | {"read_ceiling_tb_s": 4.5, "runs": runs}
+
+
+def made_up_verification() -> dict[str, Any]:
+    """A JSON in which T tokens cost (2 + T) / 4 steps by replay, at batch 1 ten times that, and 0.75 T natively."""
+    runs = []
+    for case in CASES:
+        for batch, tokens in ((1, 8), (256, 1), (256, 4), (256, 16)):
+            replay, native = (2 + tokens) / 4 * (1 + (batch == 1) * 9), 0.75 * tokens
+            costs = dict(replay_steps=replay, replay_half_steps=0.9 * replay, native_steps=native)
+            figures = dict.fromkeys((f"{name}{unit}_us" for name in VERIFY_TIMES for unit in ("", "_spread")), 10.0)
+            about = {key: getattr(case, key) for key in GEOMETRY_KEYS}
+            rest = dict(window=2 * tokens, dtype="bfloat16", batch=batch, tokens=tokens)
+            runs.append(about | rest | figures | costs)
+    about = {name: f"<{name}>" for name in ABOUT} | {"command": "replayssm bench verify --batch 256"}
+    return about | {"read_ceiling_tb_s": 4.5, "runs": runs}

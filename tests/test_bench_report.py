@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import platform
 import re
 import subprocess
@@ -12,32 +13,35 @@ from typing import Any
 
 import pytest
 import torch
-from bench_stand_ins import made_up_document
+from bench_stand_ins import made_up_document, made_up_speculation, made_up_verification
 
-from replayssm.bench import kernel, report
+from replayssm.bench import kernel, kernel_report, readme, report, verify, verify_report
 from replayssm.bench.cases import CASES, PUBLISHED, Case
 from replayssm.bench.command import add_parser, run
 from replayssm.bench.progress import Progress
+from replayssm.plan import conventional_step, replay_step
 
 
 def test_a_table_has_a_row_for_each_run_and_names_each_loss() -> None:
     document = made_up_document()
-    rows = report.table(document).splitlines()[2:]
+    rows = kernel_report.table(document).splitlines()[2:]
     assert len(rows) == len(document["runs"])
     assert len({len(row) for row in rows}) == 1
-    said = report.losses(document)
+    said = kernel_report.losses(document)
     assert all(f"{name} at batch 1 (0.80x)" in said for name in report.NAMES.values())
     assert "batch 32" not in said
     for each in document["runs"]:
         each["speedup"] = 1.0
-    assert "No case" in report.losses(document)
-    assert all(f"<{name}>" in report.conditions(document) for name in ("gpu", "driver", "torch", "triton", "commit"))
+    assert "No case" in kernel_report.losses(document)
+    assert all(
+        f"<{name}>" in kernel_report.conditions(document) for name in ("gpu", "driver", "torch", "triton", "commit")
+    )
 
 
 def test_the_plot_shows_every_point_inside_its_panel() -> None:
     document = made_up_document()
     document["runs"][0]["percent_of_ceiling"] = 20.0  # a floor of 4, at batch 1
-    drawing = ElementTree.fromstring(report.plot(document))
+    drawing = ElementTree.fromstring(kernel_report.plots(document)[kernel_report.PLOT])
     svg = "{http://www.w3.org/2000/svg}"
     dots = list(drawing.iter(f"{svg}circle"))
     diamonds = list(drawing.iter(f"{svg}polygon"))
@@ -56,32 +60,107 @@ def test_the_plot_shows_every_point_inside_its_panel() -> None:
         assert places[-1] < max(float(line.get("x2", "nan")) for line in panel.iter(f"{svg}line"))
 
 
-def test_a_report_rewrites_its_block_and_its_plot_alone(
+def test_a_report_rewrites_its_blocks_and_its_plots_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(report, "ROOT", tmp_path)
+    monkeypatch.setattr(readme, "ROOT", tmp_path)
     monkeypatch.setattr(report, "RESULTS", tmp_path)
-    options = argparse.Namespace(json=None)
+    options = argparse.Namespace(json=[])
     with pytest.raises(ValueError, match="Run: replayssm bench kernel"):
-        report.run(options)
+        readme.run(options)
     for name, date in [("a", "2026-02-01"), ("b", "2026-01-01")]:
         (tmp_path / f"kernel_{name}.json").write_text(json.dumps(made_up_document() | {"date": date, "gpu": name}))
     with pytest.raises(ValueError, match="source checkout"):
-        report.run(options)
+        readme.run(options)
     (tmp_path / "docs").mkdir()
-    readme = tmp_path / "README.md"
-    readme.write_text("no marks")
+    page = tmp_path / "README.md"
+    page.write_text("no marks")
     with pytest.raises(ValueError, match="once each"):
-        report.run(options)
-    readme.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
+        readme.run(options)
+    blocks = {bench: "\n".join([report.marks(bench)[0], "old", report.marks(bench)[1]]) for bench in readme.REPORTS}
+    page.write_text("before\n" + "\nbetween\n".join(blocks.values()) + "\nafter\n")
     for _ in range(2):  # again: the same
-        assert report.run(options) == 0
-        text = readme.read_text(encoding="utf-8")
-        assert text.startswith(f"before\n{report.BEGIN}\n")
-        assert text.endswith(f"\n{report.END}\nafter\n")
-        assert "old" not in text
+        assert readme.run(options) == 0
+        text = page.read_text(encoding="utf-8")
+        assert text.startswith(f"before\n{report.marks('kernel')[0]}\n\n![Speed-up")
+        assert text.endswith(f"\nbetween\n{blocks['verify']}\nbetween\n{blocks['speculative']}\nafter\n")
         assert "one a (driver" in text  # the newest by its date, not by its name
-        ElementTree.parse(tmp_path / report.PLOT)
+        ElementTree.parse(tmp_path / kernel_report.PLOT)
+        assert not (tmp_path / verify_report.PLOT).exists()
+    (tmp_path / "verify_a.json").write_text(json.dumps(made_up_verification()))
+    assert readme.run(options) == 0
+    (tmp_path / "speculative_a.json").write_text(json.dumps(made_up_speculation()))
+    text = page.read_text(encoding="utf-8")
+    assert text.count("old") == 1
+    assert readme.run(options) == 0
+    text = page.read_text(encoding="utf-8")
+    assert text.count("old") == 0
+    assert "| prompt lookup " in text
+    assert "![Cost of a step" in text
+    ElementTree.parse(tmp_path / verify_report.PLOT)
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps(made_up_document() | {"command": "replayssm bench prefill"}))
+    with pytest.raises(ValueError, match=r"must be of replayssm bench kernel or .* got 'replayssm bench prefill'"):
+        readme.run(argparse.Namespace(json=[other]))
+    assert page.read_text(encoding="utf-8") == text
+
+
+@pytest.mark.parametrize("bench", readme.REPORTS)
+def test_the_readme_shows_the_newest_measurement(bench: str) -> None:
+    path = report.newest(bench)
+    text = (readme.ROOT / "README.md").read_text(encoding="utf-8")
+    if path is None:
+        assert "\n".join(report.marks(bench)) in text, "nothing has been measured, and nothing is shown"
+        return
+    document, pages = report.load(path), readme.REPORTS[bench]
+    assert report.with_block(text, bench, pages.block(document)) == text, "run: replayssm bench report"
+    for name, drawing in pages.plots(document).items():
+        assert (readme.ROOT / name).read_text(encoding="utf-8") == drawing
+
+
+def test_a_verification_has_a_row_for_each_run_and_names_each_loss() -> None:
+    document = made_up_verification()
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in verify_report.table(document).splitlines()
+    ]
+    assert len(rows) == 2 + len(document["runs"])
+    assert {len(row) for row in rows} == {len(rows[0])}
+    shown = {(row[0], row[1], row[2]): row for row in rows[2:]}
+    mamba2 = shown["Mamba-2", "256", "4"]
+    assert (mamba2[3], mamba2[6], mamba2[8], mamba2[10], mamba2[11]) == ("8", "1.50", "1.35", "3.00", "0.65, 2.70")
+    assert shown["Mamba-2", "1", "8"][-1] == shown["KDA", "256", "4"][-1] == ""
+    said = verify_report.losses(document)
+    assert all(f"{name} with 8 tokens at batch 1 (25.00 steps, native 6.00)" in said for name in report.NAMES.values())
+    assert "16 tokens" not in said
+    for each in document["runs"]:
+        each["native_steps"] = 30.0
+    assert "No case" in verify_report.losses(document)
+    told = verify_report.conditions(document)
+    assert all(f"<{name}>" in told for name in ("gpu", "driver", "torch", "triton", "commit"))
+
+
+def test_the_plot_of_a_verification_shows_every_cost_and_what_is_published() -> None:
+    document = made_up_verification()
+    drawing = ElementTree.fromstring(verify_report.plots(document)[verify_report.PLOT])
+    svg = "{http://www.w3.org/2000/svg}"
+    panels = list(drawing.iter(f"{svg}g"))
+    assert len(panels) == 3
+    for panel, published in zip(panels, (2, 2, 0), strict=True):
+        assert len(list(panel.iter(f"{svg}polygon"))) == published
+        assert len(list(panel.iter(f"{svg}polyline"))) == 3
+        dots = [dot for dot in panel.iter(f"{svg}circle") if dot.get("fill") != "white"]
+        heights = [float(dot.get("cy", "nan")) for dot in dots]
+        assert len(heights) == 3  # batch 1 is not in it
+        assert heights == sorted(heights, reverse=True)  # 0.75, 1.5, 4.5: up costs more
+        assert heights[0] - heights[1] == pytest.approx((heights[0] - heights[2]) / math.log2(6), abs=0.11)
+        squares = [float(square.get("y", "nan")) + 4 for square in panel.iter(f"{svg}rect")]
+        assert squares[0] == pytest.approx(heights[0], abs=0.11)  # both 0.75
+        assert squares[2] < heights[2]
+        lines = {text.text: float(text.get("y", "nan")) - 4 for text in panel.iter(f"{svg}text")}
+        assert lines["16.0"] < squares[2] < lines["8.0"] < heights[2] < lines["4.0"]
+    for each in document["runs"]:
+        each["batch"] = 32  # nothing is published there
+    assert not list(ElementTree.fromstring(verify_report.plots(document)[verify_report.PLOT])[3].iter(f"{svg}polygon"))
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"{", b"[1]", b'{"runs": []}'])
@@ -90,15 +169,6 @@ def test_a_report_of_another_file_is_refused_by_name(tmp_path: Path, content: by
     path.write_bytes(content)
     with pytest.raises(ValueError, match=rf"^{re.escape(str(path))} must .*; got .*\. Give a file"):
         bench("report", str(path))
-
-
-def test_the_readme_shows_the_newest_measurement() -> None:
-    if not list(report.RESULTS.glob("kernel_*.json")):
-        pytest.skip("nothing has been measured yet")
-    document = report.load(report.newest())
-    readme = (report.ROOT / "README.md").read_text(encoding="utf-8")
-    assert report.with_block(readme, report.block(document)) == readme, "run: replayssm bench report"
-    assert (report.ROOT / report.PLOT).read_text(encoding="utf-8") == report.plot(document)
 
 
 # the commands
@@ -150,9 +220,80 @@ def test_a_run_writes_what_passed_and_says_what_did_not(
     expected = [each for each in document["runs"] if each["batch"] < 256 and each["layer"] != failing]
     assert written["runs"] == expected
     shown = capsys.readouterr()
-    assert report.table(written) in shown.out
+    assert kernel_report.table(written) in shown.out
     assert ("2 of 6 cases gave wrong results" in shown.err) == (failing is not None)
-    report.block(written), report.plot(written)  # a JSON without a case can still be shown
+    kernel_report.block(written), kernel_report.plots(written)  # a JSON without a case can still be shown
+
+
+@pytest.mark.parametrize("failing", [None, "gdn"])
+def test_a_run_of_verification_writes_what_passed_and_says_what_did_not(
+    failing: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ceiling = pytest.importorskip("replayssm.bench.ceiling")
+    document = made_up_verification()
+
+    def measured(case: Case, batch: int, windows: dict[int, int], **named: Any) -> list[dict[str, Any]]:
+        assert (windows, named["ceiling"]) == ({1: 16, 4: 32, 16: 64}, 4.5)
+        if case.layer == failing:
+            return []
+        return [each for each in document["runs"] if (each["layer"], each["batch"]) == (case.layer, batch)]
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(ceiling, "read_ceiling", lambda device: 4.5)
+    monkeypatch.setattr(verify, "measure_batch", measured)
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    assert bench("verify", "--tokens", "1", "4", "16", "--commit", "abc") == (failing is not None)
+    written = report.load(tmp_path / "verify_nvidia-h200.json")
+    assert set(written) == set(document)
+    assert written["command"].endswith("--batch 256 --tokens 1 4 16 --window 16 32 64 --dtype bfloat16")
+    assert written["runs"] == [each for each in document["runs"] if each["batch"] == 256 and each["layer"] != failing]
+    shown = capsys.readouterr()
+    assert verify_report.table(written) in shown.out
+    assert ("3 of 9 cases gave wrong results" in shown.err) == (failing is not None)
+    verify_report.block(written), verify_report.plots(written)  # a JSON without a case can still be shown
+
+
+def test_without_a_gpu_verification_counts_bytes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert bench("verify", "--layer", "mamba2", "--tokens", "1", "4", "--window", "16", "32") == 0
+    shown = capsys.readouterr().out
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in shown.splitlines() if line.startswith("| ")]
+    assert [row[:4] for row in rows[2:]] == [["mamba2", "256", "1", "16"], ["mamba2", "256", "4", "32"]]
+    (*_, replay, half, native), four = rows[2:]
+    sizes = CASES[0].layer_bytes(torch.bfloat16)
+    ratio = replay_step(sizes, 16).moved / conventional_step(sizes).moved
+    assert (replay, half, native) == (f"{ratio:.2f}", f"{ratio:.2f}", "1.00")
+    assert float(four[5]) < 1 < float(four[7])
+    assert float(four[7]) == pytest.approx(2.5, abs=0.03)  # five states beside two
+    assert "Nothing was timed" in shown
+
+
+def test_windows_follow_the_tokens_or_what_is_asked_for() -> None:
+    assert verify.chosen_windows(verify.TOKENS, ["auto"]) == {1: 16, 2: 16, 4: 32, 8: 32, 16: 64}
+    assert verify.chosen_windows([3, 20], ["auto"]) == {3: 32, 20: 80}
+    assert verify.chosen_windows([1, 2], ["32"]) == {1: 32, 2: 32}
+    assert verify.chosen_windows([1, 8], ["16", "auto"]) == {1: 16, 8: 32}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--tokens", "4", "0"), "--tokens must be at least 1; got 0"),
+        (("--window", "16", "32"), "--window must be 1 value, or 5, one for each of --tokens; got 2"),
+        (("--tokens", "8", "--window", "7"), "--window must be 8 to 256 for 8 tokens; got 7"),
+        (("--tokens", "1", "--window", "1"), "--window must be 2 to 256 for 1 tokens; got 1"),
+        (("--window", "long"), "--window must be \"auto\" or numbers of tokens; got 'long'"),
+        (("--batch", "0"), "--batch must be at least 1; got 0"),
+        (("--layer", "gdn", "--geometry", "kimi-linear"), "must name one case at least"),
+    ],
+)
+def test_impossible_options_of_verification_are_refused(arguments: tuple[str, ...], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        bench("verify", *arguments)
 
 
 @pytest.mark.parametrize(

@@ -326,6 +326,21 @@ def test_plan_predicts_for_each_geometry_of_the_bench_that_replay_moves_less_and
     assert "Below batch" not in text
 
 
+def test_plan_with_drafts_compares_the_memory_of_rollback_by_replay_and_by_states(
+    folder: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = planned(capsys, "--model", folder, "--batch", "3", "--window", "6", "--drafts", "4")
+    model, _ = from_pretrained(folder)
+    cache = ReplayStateCache(model, 3, window=6, step_tokens=5, backend="triton", device="meta")
+    parts = {name: nbytes // 3 for name, nbytes in cache.nbytes_by_part.items()}
+    (native,) = re.findall(r"native +([\d,]+)  5 states", text)
+    (replay,) = re.findall(r"replay +([\d,]+)  a state, and a ring of 11 tokens", text)
+    assert int(native.replace(",", "")) == 5 * parts["checkpoint"]
+    assert int(replay.replace(",", "")) == parts["checkpoint"] + parts["ring"]
+    assert "can reject 4 drafts" in text
+    assert "reject" not in planned(capsys, "--model", folder)
+
+
 def test_plan_fits_fewer_sequences_on_a_smaller_gpu_and_says_when_the_batch_is_too_large(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

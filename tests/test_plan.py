@@ -20,10 +20,13 @@ from replayssm.plan import (
     conventional_step,
     conventional_traffic,
     find_gpu,
+    native_memory,
     predicted_us,
+    replay_memory,
     replay_step,
     replay_traffic,
     state_bytes,
+    steps_of_window,
 )
 
 RESULTS = sorted(Path(plan.__file__).parent.glob("bench/results/kernel_*.json"))
@@ -113,10 +116,16 @@ def test_a_published_mamba2_geometry_moves_1_8_times_less() -> None:
 
 
 @pytest.mark.parametrize(
-    ("window", "step_tokens"), [(0, 1), (1, 1), (2, 1), (5, 1), (16, 1), (0, 3), (3, 3), (5, 3), (16, 3)]
+    ("window", "step_tokens", "kept"),
+    [
+        *((0, 1, 1), (1, 1, 1), (2, 1, 1), (5, 1, 1), (16, 1, 1), (0, 3, 3), (3, 3, 3), (5, 3, 3), (16, 3, 3)),
+        *((0, 3, 1), (4, 3, 2), (9, 3, 1), (16, 5, 2)),
+    ],
 )
 @pytest.mark.parametrize("kind", ["mamba2", "gdn", "kda"])
-def test_step_bytes_are_what_kernels_move_on_the_schedule_of_a_cache(kind: str, window: int, step_tokens: int) -> None:
+def test_step_bytes_are_what_kernels_move_on_the_schedule_of_a_cache(
+    kind: str, window: int, step_tokens: int, kept: int
+) -> None:
     layer: ReplayLayer = {
         "mamba2": ReplayMamba2(16, nheads=4, headdim=3, d_state=8, ngroups=2),
         "gdn": ReplayGatedDeltaNet(16, nheads=4, headdim=3, d_state=8, ngroups=2),
@@ -127,20 +136,30 @@ def test_step_bytes_are_what_kernels_move_on_the_schedule_of_a_cache(kind: str, 
     u = 0 if kind == "mamba2" else v
     raw = k + v + g + beta
     cache = ReplayStateCache(layer, 1, window=window, step_tokens=step_tokens)
-    steps = max(window // step_tokens, 1)
+    steps = steps_of_window(window, step_tokens, kept)
     read = written = 0
     with torch.no_grad():
         for step in range(steps + 1):
             pending, before = int(cache.seqlen - cache.flushed), int(cache.flushed)
             layer(torch.randn(1, step_tokens, 16), cache[0])
-            cache.commit()
+            cache.commit(kept)
             if step == 0:  # finds no record
                 continue
             flushed = int(cache.flushed) > before
+            assert flushed == (step == steps)
             read += state + pending * (raw if flushed or kind == "mamba2" else k + g + u)
             read += step_tokens * (k + raw)  # q is as large as k
             written += step_tokens * (raw + u + v) + state * flushed  # y is as large as v
-    assert replay_step(sizes_of(layer), window, step_tokens)[:2] == (read // steps, written // steps)
+    assert replay_step(sizes_of(layer), window, step_tokens, kept)[:2] == (read // steps, written // steps)
+
+
+@pytest.mark.parametrize(("window", "drafts"), [(0, 0), (16, 0), (16, 4), (0, 7)])
+def test_memory_is_that_of_a_cache_and_that_of_a_state_for_each_token(window: int, drafts: int) -> None:
+    layer = ReplayGatedDeltaNet(16, nheads=4, headdim=3, d_state=8, ngroups=2)
+    cache = ReplayStateCache(layer, 2, window=window, step_tokens=1 + drafts, backend="triton", device="meta")
+    parts = cache.nbytes_by_part
+    assert replay_memory(LayerBytes.of(cache[0]), window, 1 + drafts) == (parts["checkpoint"] + parts["ring"]) // 2
+    assert native_memory(LayerBytes.of(cache[0]), 1 + drafts) == (1 + drafts) * 4 * 4 * 3 * 8
 
 
 def test_a_conventional_step_writes_a_state_for_every_token_it_may_go_back_to() -> None:

@@ -1,4 +1,4 @@
-"""What is timed for one case: the conventional step and the steps of replay, one pass each over all copies."""
+"""What is timed for one case: the steps of the bench's own kernels and of replay, one pass each over all copies."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -8,9 +8,10 @@ from torch import Tensor
 
 from replayssm.bench import timing
 from replayssm.bench.cases import Case
-from replayssm.bench.gate import Step
+from replayssm.bench.gate import Native, Step, half
 from replayssm.bench.sequences import Kernels, Sequences
 from replayssm.bench.timing import Cursors, Time
+from replayssm.ops.records import Records
 
 
 def time_arms(
@@ -48,3 +49,50 @@ def time_arms(
         "window0": replay_pass(always, rotated(0)),
     }
     return dict(zip(passes, timing.measure(list(passes.values())), strict=True))
+
+
+def time_tokens(
+    case: Case,
+    states: list[Tensor],
+    snapshots: list[Tensor],
+    step: Step,
+    native: Native,
+    *,
+    tokens: int,
+    window: int,
+    dtype: torch.dtype,
+    kernels: Kernels,
+) -> dict[str, Time]:
+    """Time steps of ``tokens`` tokens for all rows, in turn with the conventional step of one token.
+
+    "conventional"; "native", which writes a state behind each token; "replay" and "replay_half", whole windows with the
+    rows' flushes spread over them, in which a row keeps all tokens of a step or half of them.
+
+    Args:
+        states: copies (batch, nheads, headdim, d_state) fp32, rotated over; they are decoded on, in place.
+        snapshots: as many, each (batch, tokens, nheads, headdim, d_state) fp32, written.
+        step, native: the steps without records.
+        window: >= tokens.
+    """
+    batch, device = len(states[0]), states[0].device
+    q, records = case.draw(batch, tokens, dtype=dtype, device=device, seed=3)
+    y = torch.empty(batch, tokens, case.nheads, case.headdim, device=device)
+    one_q, one = q[:, :1].contiguous(), Records(*(field[:, :1].contiguous() for field in records))
+    one_y = y[:, :1].contiguous()
+    copies = [
+        Sequences(case, state, window=window, dtype=dtype, seed=4 + i, tokens=tokens) for i, state in enumerate(states)
+    ]
+
+    def replay_pass(kept: int) -> list[Callable[[], object]]:
+        steps = timing.schedule(batch, window, spread=True, device=device, tokens=tokens, kept=kept)
+        return [partial(copy.step, kernels, q, records, cursors) for cursors in steps for copy in copies]
+
+    # the longer a step, the fewer of them take the time of as many launches of one token
+    passes: dict[str, Sequence[Callable[[], object]]] = {
+        "conventional": [partial(step, state, one_q, one, one_y) for state in states] * timing.LAUNCHES,
+        "native": [partial(native, *pair, q, records, y) for pair in zip(states, snapshots, strict=True)],
+        "replay": replay_pass(tokens),
+        "replay_half": replay_pass(half(tokens)),
+    }
+    times = timing.measure(list(passes.values()), launches=max(1, timing.LAUNCHES // tokens))
+    return dict(zip(passes, times, strict=True))

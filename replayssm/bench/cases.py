@@ -105,3 +105,19 @@ PUBLISHED = {
     },
     "kda": {32: Published(43.7, None), 256: Published(301.8, None)},
 }
+
+
+class PublishedVerify(NamedTuple):
+    """Cost of a step of several tokens, all kept, in conventional steps of one token: the best of ``PUBLISHED``."""
+
+    replay: float
+    native: float  # with a state written behind each token
+
+
+# layer -> tokens a step; batch 256, as above. Mamba-2: FlashInfer's ReplaySSM kernel. GDN: that of its authors.
+PUBLISHED_VERIFY = {
+    "mamba2": {4: PublishedVerify(0.65, 2.70), 8: PublishedVerify(0.84, 4.99)},
+    "gdn": {4: PublishedVerify(0.92, 2.78), 8: PublishedVerify(1.37, 5.05)},
+    "kda": {},
+}
+PUBLISHED_VERIFY_BATCH = 256

@@ -2,9 +2,9 @@
 
 import argparse
 
-from replayssm.bench import kernel, prefill, report
+from replayssm.bench import kernel, prefill, readme, speculative, verify
 
-COMMANDS = {"kernel": kernel, "prefill": prefill, "report": report}
+COMMANDS = {"kernel": kernel, "verify": verify, "speculative": speculative, "prefill": prefill, "report": readme}
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

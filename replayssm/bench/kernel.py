@@ -1,37 +1,28 @@
 """Time decode steps by replay beside a tuned conventional step on this machine's GPU; without one, count bytes."""
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from replayssm.bench import report, timing
-from replayssm.bench.cases import BATCHES, CASES, Case
-from replayssm.bench.machine import about, slug
+from replayssm.bench import kernel_report, report, timing
+from replayssm.bench.cases import BATCHES, Case
+from replayssm.bench.machine import about
+from replayssm.bench.options import DTYPES, add_cases, add_output, chosen_cases, named
 from replayssm.bench.progress import Progress
 from replayssm.bench.sequences import Kernels
 from replayssm.plan import StateBytes, conventional_step, conventional_traffic, replay_step, replay_traffic
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 STAGES = ("tuning the conventional step", "checking", "timing")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``replayssm bench kernel``."""
-    layers, geometries = [case.layer for case in CASES], [case.geometry for case in CASES]
-    parser.add_argument("--layer", nargs="+", choices=layers, default=layers, help="default: all")
-    parser.add_argument("--geometry", nargs="+", choices=geometries, default=geometries, help="default: all")
-    parser.add_argument(
-        "--batch", nargs="+", type=int, default=list(BATCHES), help=f"default: {' '.join(map(str, BATCHES))}"
-    )
+    add_cases(parser, BATCHES)
     parser.add_argument("--window", type=int, default=16, help="tokens (default 16); window 0 is timed beside it")
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of q, k and v; states are fp32")
-    parser.add_argument("--out", type=Path, help="the JSON file; default: one named after the GPU, in bench/results/")
-    parser.add_argument("--commit", help="what was measured, where the source is not a git checkout")
+    add_output(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -40,12 +31,10 @@ def run(options: argparse.Namespace) -> int:
     Returns:
         The exit status: 0, or 1 if a case failed its correctness gate; such a case is neither timed nor written.
     """
-    _check_options(options)
-    cases = [each for each in CASES if each.layer in options.layer and each.geometry in options.geometry]
-    if not cases:
+    cases = chosen_cases(options)
+    if not 2 <= options.window <= 64:
         raise ValueError(
-            f"--layer and --geometry must name one case at least; got {' '.join(options.layer)} and "
-            f"{' '.join(options.geometry)}. Leave one of the two out."
+            f"--window must be 2 to 64 tokens; got {options.window}. Window 0 is timed beside every other one."
         )
     if not torch.cuda.is_available():
         print(traffic_table(cases, options.batch, options.window, DTYPES[options.dtype]))
@@ -132,15 +121,6 @@ def measure_case(
     )
 
 
-def _check_options(options: argparse.Namespace) -> None:
-    if not 2 <= options.window <= 64:
-        raise ValueError(
-            f"--window must be 2 to 64 tokens; got {options.window}. Window 0 is timed beside every other one."
-        )
-    if min(options.batch) < 1:
-        raise ValueError(f"--batch must be at least 1; got {min(options.batch)}. Give other sizes.")
-
-
 def _measure(cases: Sequence[Case], options: argparse.Namespace) -> int:
     from replayssm.bench.ceiling import read_ceiling  # these need triton
     from replayssm.ops import triton_decode
@@ -168,11 +148,9 @@ def _measure(cases: Sequence[Case], options: argparse.Namespace) -> int:
         )
         if entry is not None:
             document["runs"].append(entry)
-    path = options.out or report.RESULTS / f"kernel_{slug(document['gpu'])}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    print(report.table(document))
-    print(f"\n{report.conditions(document)}\n\n{report.losses(document)}\n\nWritten: {path}")
+    path = report.save(document, "kernel", options.out)
+    print(kernel_report.table(document))
+    print(f"\n{kernel_report.conditions(document)}\n\n{kernel_report.losses(document)}\n\nWritten: {path}")
     failed = len(wanted) - len(document["runs"])
     if failed:
         print(f"{failed} of {len(wanted)} cases gave wrong results and are left out.", file=sys.stderr)
@@ -180,6 +158,4 @@ def _measure(cases: Sequence[Case], options: argparse.Namespace) -> int:
 
 
 def _command(options: argparse.Namespace) -> str:
-    named = f"--layer {' '.join(options.layer)} --geometry {' '.join(options.geometry)}"
-    sizes = f"--batch {' '.join(map(str, options.batch))} --window {options.window} --dtype {options.dtype}"
-    return f"replayssm bench kernel {named} {sizes}"
+    return f"replayssm bench kernel {named(options)} --window {options.window} --dtype {options.dtype}"

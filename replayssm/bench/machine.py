@@ -1,6 +1,7 @@
 """On what a measurement ran: the first entries of every JSON in results/."""
 
 import datetime
+import importlib.metadata
 import platform
 import re
 import shutil
@@ -16,18 +17,17 @@ def about(command: str, commit: str | None, device: torch.device) -> dict[str, s
     Args:
         command: as it could be typed again.
         commit: of the source; None asks git.
-        device: the GPU.
+        device: a GPU, or a CPU, on which nothing runs on triton.
     """
-    import triton
-
+    on_gpu = device.type == "cuda"
     return dict(
         command=command,
         date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         commit=commit or _said("git", "-C", str(Path(__file__).parent), "rev-parse", "--short=12", "HEAD"),
-        gpu=torch.cuda.get_device_name(device),
-        driver=_said("nvidia-smi", f"--id={device.index}", "--query-gpu=driver_version", "--format=csv,noheader"),
+        gpu=torch.cuda.get_device_name(device) if on_gpu else device.type,
+        driver=_driver(device) if on_gpu else "none",
         torch=torch.__version__,
-        triton=triton.__version__,
+        triton=importlib.metadata.version("triton") if on_gpu else "none",
         python=platform.python_version(),
     )
 
@@ -35,6 +35,10 @@ def about(command: str, commit: str | None, device: torch.device) -> dict[str, s
 def slug(name: str) -> str:
     """The name of a GPU as a part of a file's name."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def _driver(device: torch.device) -> str:
+    return _said("nvidia-smi", f"--id={device.index}", "--query-gpu=driver_version", "--format=csv,noheader")
 
 
 def _said(program: str, *arguments: str) -> str:

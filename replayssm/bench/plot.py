@@ -1,20 +1,38 @@
-"""Speed-up over batch size as an SVG, written by hand: panels side by side on one scale."""
+"""Panels of points side by side on one scale as an SVG, written by hand: speed-up over batch, cost over tokens."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
+from typing import NamedTuple
 
-Points = Sequence[tuple[int, float]]  # batch, speed-up
+Points = Sequence[tuple[int, float]]  # batch or tokens, and what came of it
+Mark = Callable[[float, float], str]
 
 PANEL, GAP, LEFT, RIGHT = 270, 40, 60, 20  # pixels, as everything here
 TOP, HEIGHT, BOTTOM = 70, 260, 90
 STEP = 0.5  # of the speed-up axis, between two lines of its grid
 LEAST_TOP = 2.5  # of that axis: holds the floors of large batches, 2.2 and below
-MEASURED, FLOOR, PUBLISHED, GRID, TEXT = "#1f5fa8", "#555555", "#c2571a", "#dddddd", "#222222"
+MEASURED, OTHER, FLOOR, PUBLISHED, GRID, TEXT = "#1f5fa8", "#7a9e3a", "#555555", "#c2571a", "#dddddd", "#222222"
+
+
+class Series(NamedTuple):
+    """Marks, and a line through them if it has a colour."""
+
+    points: Points
+    mark: Mark
+    line: str | None = None
+
+
+class Axis(NamedTuple):
+    """The vertical axis: the height of a value, the lines of the grid, and how many decimals they are named with."""
+
+    y: Callable[[float], float]
+    ticks: Sequence[float]
+    decimals: int
 
 
 def speedup_plot(panels: Sequence[tuple[str, Points, Points, Points]], title: str) -> str:
-    """The drawing.
+    """The drawing of speed-up over batch size.
 
     Args:
         panels: title, and what is measured (a line with dots), the floor of memory traffic (dashes) and what others
@@ -23,51 +41,92 @@ def speedup_plot(panels: Sequence[tuple[str, Points, Points, Points]], title: st
     """
     reached = [point for _, measured, _, published in panels for point in (*measured, *published)]
     top = max(LEAST_TOP, STEP * math.ceil(max(speedup for _, speedup in reached) / STEP + 0.1))
-    batches = sorted({batch for batch, _ in reached})
-    low, high = math.log2(batches[0]), math.log2(batches[-1])
+    axis = Axis(lambda speedup: HEIGHT * (1 - speedup / top), [STEP * i for i in range(round(top / STEP) + 1)], 1)
+    drawn = []
+    for name, measured, floor, published in panels:
+        seen = [point for point in floor if point[1] <= top]
+        drawn.append((name, [Series(seen, _dash), Series(published, _diamond), Series(measured, _dot, MEASURED)]))
+    legend = [
+        (_dot, "this library", -280),
+        (_dash, "floor: its bytes at the measured read ceiling", -170),
+        (_diamond, "best published replay kernel", 130),
+    ]
+    return _drawing(drawn, {batch for batch, _ in reached}, axis, title, "batch (sequences)", legend)
+
+
+def cost_plot(panels: Sequence[tuple[str, Points, Points, Points, Points]], title: str) -> str:
+    """The drawing of the cost of a step over its tokens, on a logarithmic axis.
+
+    Args:
+        panels: title, and replay with all tokens kept (a line with dots), with half of them kept (a line with rings),
+            native (a line with squares) and what others published of replay (diamonds), each as points of tokens and
+            cost in conventional steps.
+    """
+    reached = [point for _, *series in panels for points in series for point in points]
+    costs = [cost for _, cost in reached]
+    low, high = math.floor(math.log2(min(costs)) - 0.1), math.ceil(math.log2(max(costs)) + 0.1)
+    axis = Axis(
+        lambda cost: HEIGHT * (1 - (math.log2(cost) - low) / (high - low)),
+        [2.0**power for power in range(low, high + 1)],
+        max(0, -low),
+    )
+    drawn = []
+    for name, replay, half, native, published in panels:
+        lines = [Series(native, _square, OTHER), Series(half, _ring, MEASURED), Series(replay, _dot, MEASURED)]
+        drawn.append((name, [*lines, Series(published, _diamond)]))
+    legend = [
+        (_dot, "replay, all tokens kept", -400),
+        (_ring, "half of them kept", -225),
+        (_square, "native, a state for each token", -85),
+        (_diamond, "best published replay kernel", 140),
+    ]
+    return _drawing(drawn, {tokens for tokens, _ in reached}, axis, title, "tokens a step", legend)
+
+
+def _drawing(
+    panels: Sequence[tuple[str, Sequence[Series]]],
+    places: set[int],
+    axis: Axis,
+    title: str,
+    below: str,
+    legend: Sequence[tuple[Mark, str, int]],
+) -> str:
+    """Panels over one logarithmic horizontal axis of ``places``; the value 1 has a dark line."""
+    ordered = sorted(places)
+    low, high = math.log2(ordered[0]), math.log2(ordered[-1])
     width = LEFT + len(panels) * (PANEL + GAP) - GAP + RIGHT
 
-    def x(batch: int) -> float:
-        return PANEL * (0.05 + 0.9 * ((math.log2(batch) - low) / (high - low) if high > low else 0.5))
+    def x(place: int) -> float:
+        return PANEL * (0.05 + 0.9 * ((math.log2(place) - low) / (high - low) if high > low else 0.5))
 
-    def y(speedup: float) -> float:
-        return HEIGHT * (1 - speedup / top)
-
+    y = axis.y
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{TOP + HEIGHT + BOTTOM}" '
         'font-family="sans-serif" font-size="12">',
         '<rect width="100%" height="100%" fill="white"/>',
         _text(width / 2, 24, title, size=15),
     ]
-    for index, (name, measured, floor, published) in enumerate(panels):
+    for index, (name, series) in enumerate(panels):
         parts.append(f'<g transform="translate({LEFT + index * (PANEL + GAP)} {TOP})">')
         parts.append(_text(PANEL / 2, -12, name, size=13))
-        for tick in range(round(top / STEP) + 1):
-            parts.append(_line(0, y(tick * STEP), PANEL, y(tick * STEP), GRID))
-            parts.append(_text(-6, y(tick * STEP) + 4, f"{tick * STEP:.1f}", anchor="end"))
+        for tick in axis.ticks:
+            parts.append(_line(0, y(tick), PANEL, y(tick), GRID))
+            parts.append(_text(-6, y(tick) + 4, f"{tick:.{axis.decimals}f}", anchor="end"))
         parts.append(_line(0, y(1), PANEL, y(1), TEXT))
-        for batch in batches:
-            parts.append(_text(x(batch), HEIGHT + 18, str(batch)))
-        for batch, speedup in floor:
-            if speedup <= top:
-                parts.append(_dash(x(batch), y(speedup)))
-        for batch, speedup in published:
-            parts.append(_diamond(x(batch), y(speedup)))
-        line = " ".join(f"{x(batch):.1f},{y(speedup):.1f}" for batch, speedup in measured)
-        parts.append(f'<polyline points="{line}" fill="none" stroke="{MEASURED}" stroke-width="2"/>')
-        parts.extend(_dot(x(batch), y(speedup)) for batch, speedup in measured)
+        for place in ordered:
+            parts.append(_text(x(place), HEIGHT + 18, str(place)))
+        for points, mark, line in series:
+            if line is not None:
+                through = " ".join(f"{x(place):.1f},{y(value):.1f}" for place, value in points)
+                parts.append(f'<polyline points="{through}" fill="none" stroke="{line}" stroke-width="2"/>')
+            parts.extend(mark(x(place), y(value)) for place, value in points)
         parts.append("</g>")
-    parts.append(_text(width / 2, TOP + HEIGHT + 40, "batch (sequences)"))
-    parts.append(_legend(width / 2, TOP + HEIGHT + 68))
+    parts.append(_text(width / 2, TOP + HEIGHT + 40, below))
+    parts.append(_legend(width / 2, TOP + HEIGHT + 68, legend))
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def _legend(middle: float, y: float) -> str:
-    entries = [
-        (_dot, "this library", -280),
-        (_dash, "floor: its bytes at the measured read ceiling", -170),
-        (_diamond, "best published replay kernel", 130),
-    ]
+def _legend(middle: float, y: float, entries: Sequence[tuple[Mark, str, int]]) -> str:
     return "\n".join(
         mark(middle + at, y - 4) + "\n" + _text(middle + at + 14, y, said, anchor="start") for mark, said, at in entries
     )
@@ -75,6 +134,14 @@ def _legend(middle: float, y: float) -> str:
 
 def _dot(x: float, y: float) -> str:
     return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{MEASURED}"/>'
+
+
+def _ring(x: float, y: float) -> str:
+    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="white" stroke="{MEASURED}" stroke-width="2"/>'
+
+
+def _square(x: float, y: float) -> str:
+    return f'<rect x="{x - 4:.1f}" y="{y - 4:.1f}" width="8" height="8" fill="{OTHER}"/>'
 
 
 def _dash(x: float, y: float) -> str:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from replayssm.bench.cases import Case
 from replayssm.bench.timing import Cursors
+from replayssm.cache.step import Clock
 from replayssm.ops.records import Records, Recurrence
 
 
@@ -42,19 +43,19 @@ class Kernels(Protocol):
 
 
 class Sequences:
-    """``batch`` sequences decoded by replay, one token a step.
+    """``batch`` sequences decoded by replay, ``tokens`` a step.
 
     Attributes:
         checkpoint: (batch, nheads, headdim, d_state) fp32; taken, not copied.
-        ring: Records of max(window, 1) + 1 slots, and
+        ring: Records of max(window, tokens) + tokens slots, and
         u: (batch, slots, nheads, headdim) fp32, or None without a delta rule: both hold random numbers at first.
     """
 
-    def __init__(self, case: Case, checkpoint: Tensor, *, window: int, dtype: torch.dtype, seed: int):
+    def __init__(self, case: Case, checkpoint: Tensor, *, window: int, dtype: torch.dtype, seed: int, tokens: int = 1):
         self.case = case
         self.checkpoint = checkpoint
         batch, device = len(checkpoint), checkpoint.device
-        slots = max(window, 1) + 1
+        slots = Clock.slots_for(window, tokens)
         _, self.ring = case.draw(batch, slots, dtype=dtype, device=device, seed=seed)
         self.u = None
         if case.recurrence.delta:
@@ -67,7 +68,7 @@ class Sequences:
                 field.fill_(torch.nan)
 
     def step(self, kernels: Kernels, q: Tensor, records: Records, cursors: Cursors) -> Tensor:
-        """Outputs (batch, 1, nheads, headdim) of one token; the counters are the caller's."""
+        """Outputs (batch, tokens, nheads, headdim) of a step; the counters are the caller's."""
         seqlen, flushed, flushing = cursors
         return kernels.replay(
             q,

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from replayssm.plan import steps_of_window
+
 ROUNDS = 24
 ROUGH_ROUNDS = 8  # to choose between launch configurations
 WARM_ROUNDS = 3  # not counted: clocks rise, lazy initialisation ends
@@ -31,28 +33,33 @@ class Time(NamedTuple):
     spread_us: float  # from the 10th to the 90th percentile
 
 
-def schedule(batch: int, window: int, *, spread: bool, device: torch.device | str) -> list[Cursors]:
-    """The steps of one whole window, one token each, by the rule of a cache; every row flushes in exactly one of them.
+def schedule(
+    batch: int, window: int, *, spread: bool, device: torch.device | str, tokens: int = 1, kept: int = 1
+) -> list[Cursors]:
+    """The steps between two flushes of a row, by the rule of a cache; every row flushes in exactly one of them.
 
     Args:
-        spread: row b starts with 1 + b % window records pending, so about one row in ``window`` flushes at each step.
-            Otherwise every row starts with 1, and all flush at the last step.
+        spread: rows start at different steps of their windows, so about as many rows flush at each step. Otherwise
+            every row starts with ``kept`` records pending, and all flush at the last step.
+        tokens: of a step, for which a row must have room.
+        kept: tokens of each step that are committed, 1 .. tokens.
 
     Returns:
-        ``window`` steps; one for window 0, which folds the one pending record at each step.
+        ``steps_of_window(window, tokens, kept)`` steps: ``window`` for one token, and one for window 0, which folds
+        the one pending record at each step.
     """
-    period = max(window, 1)
+    period = steps_of_window(window, tokens, kept)
     row = torch.arange(batch, device=device)
     flushed = period + 3 * row  # rows stand at different slots of their rings
-    seqlen = flushed + 1 + (row % period if spread else 0)
+    seqlen = flushed + kept * (1 + (row % period if spread else 0))
     steps = []
     for _ in range(period):
-        flushing = seqlen - flushed + 1 > window
+        flushing = seqlen - flushed + tokens > window
         steps.append(Cursors(seqlen, flushed, flushing))
         flushed = torch.where(flushing, seqlen, flushed)
-        seqlen = seqlen + 1
+        seqlen = seqlen + kept
     flushes = torch.stack([step.flushing for step in steps]).sum(0)
-    assert (flushes == 1).all(), f"a window of {window} steps flushed rows {flushes.tolist()} times"
+    assert (flushes == 1).all(), f"a window of {window} flushed rows {flushes.tolist()} times in {period} steps"
     return steps
 
 
@@ -61,18 +68,20 @@ def copies(set_bytes: int) -> int:
     return math.ceil(COLD_BYTES / set_bytes)
 
 
-def measure(arms: Sequence[Sequence[Callable[[], object]]], rounds: int = ROUNDS) -> list[Time]:
+def measure(
+    arms: Sequence[Sequence[Callable[[], object]]], rounds: int = ROUNDS, launches: int = LAUNCHES
+) -> list[Time]:
     """Time every arm, in turn, ``rounds`` times.
 
     Args:
-        arms: each is the steps of one pass, captured in order into one graph, again and again up to ``LAUNCHES``.
+        arms: each is the steps of one pass, captured in order into one graph, again and again up to ``launches``.
 
     Returns:
         For each arm, microseconds of one of its steps.
     """
     graphs, lengths = [], []
     for steps in arms:
-        repeats = math.ceil(LAUNCHES / len(steps))
+        repeats = math.ceil(launches / len(steps))
         graphs.append(_captured([*steps] * repeats))
         lengths.append(len(steps) * repeats)
     # all of it is queued before anything is waited for, so that no launch stands between two events
