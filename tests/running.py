@@ -1,6 +1,7 @@
 """A cache in the middle of its work: pending records in every row, and what it takes to go on."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 import torch
 from draws import DEVICE, draw
@@ -34,6 +35,16 @@ def step(
         for i, layer in enumerate(layers):
             y = layer(x, cache[i], attention_mask=attention_mask, rows=rows, parents=parents)
     return y
+
+
+@contextlib.contextmanager
+def no_waiting() -> Iterator[None]:
+    """Raises where the host waits for the device."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def tensor(*values: object) -> Tensor:

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from drafting import Bigram
 from draws import DEVICE, on_the_host
 from hybrids import ALL, build, config, token_ids
 from refusals import refused
@@ -94,23 +95,11 @@ def test_rows_that_ended_continue_in_a_second_turn_as_they_ended():
     assert second.tolist() == [without_cache(model, ids, 5) for ids in whole]
 
 
-class Constant(nn.Module):
+class Constant(Bigram):
     """A model without state that always gives the same logits."""
 
     def __init__(self, logits: Tensor):
-        super().__init__()
-        self.logits = nn.Parameter(logits, requires_grad=False)  # tells generate the device
-
-    def forward(
-        self,
-        ids: Tensor,
-        cache: ReplayStateCache,
-        *,
-        attention_mask: Tensor | None = None,
-        logits_to_keep: int = 0,
-    ) -> Tensor:
-        cache.open_step(ids.shape[1], None, attention_mask)
-        return self.logits.expand(*ids.shape, -1)[:, -logits_to_keep:]
+        super().__init__(logits.expand(len(logits), -1))
 
 
 LOGITS = torch.tensor([2.0, 1.5, 1.0, 0.0, -1.0], device=DEVICE)

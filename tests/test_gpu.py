@@ -1,6 +1,5 @@
 """What only a GPU can show of decoding: memory that was used before, bits that repeat, graphs, sizes beyond 2**31."""
 
-import contextlib
 import copy
 import os
 import shutil
@@ -19,6 +18,7 @@ from gpu_cases import ODD, Sequences, exact_and_plain, poison_free_memory
 from oracles import token_loop
 from racecheck import races
 from records import make_records, to, tokens_of
+from running import no_waiting
 
 from replayssm import ReplayStateCache
 from replayssm.bench.cases import CASES
@@ -45,16 +45,6 @@ def much_memory() -> Iterator[None]:
     torch.cuda.empty_cache()
     yield
     torch.cuda.empty_cache()
-
-
-@contextlib.contextmanager
-def no_waiting() -> Iterator[None]:
-    """Raises where the host waits for the device."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("window", [0, 5, 16])

@@ -1,11 +1,9 @@
 """Steps as CUDA graphs: generate on a GPU replays one recording, waits for nothing, and gives what plain calls give."""
 
-import contextlib
 import gc
 import subprocess
 import sys
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ import torch
 from drafting import Bigram, Scripted
 from draws import DEVICE
 from hybrids import ALL, VOCAB, build, config, token_ids
+from running import no_waiting
 
 from replayssm import Acceptance, ReplayStateCache, generate
 from replayssm.drafters import MTPHead
@@ -78,16 +77,6 @@ def test_verdicts_come_in_order_and_none_is_lost():
     while len(verdicts):
         seen.append(verdicts.take()[0])
     assert seen == list(range(9))
-
-
-@contextlib.contextmanager
-def no_waiting() -> Iterator[None]:
-    """Raises where the host waits for the device."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu

@@ -11,8 +11,8 @@ from replayssm.cache.layer_state import LayerState
 PLAIN = 16  # tokens; plain PyTorch moves temporaries too, so that counted bytes say little about its best window
 WINDOWS = range(8, 33, 4)  # tokens
 # Bytes of state that the rows of one layer must hold before replay pays. On an H200 (bench/results) one row of the
-# published Gated DeltaNet and KDA layers, 2 MiB, takes 4.1 and 4.4 us with window 0 and 4.4 and 5.2 with 16; one row of
-# Mamba-2, 4 MiB, takes 5.6 and 5.2, and from there on a window is always faster than none.
+# published Gated DeltaNet and KDA layers, 2 MiB, takes 3.9 and 4.1 us with window 0 and 4.4 and 5.3 with 16; one row of
+# Mamba-2, 4 MiB, takes 5.5 and 5.2, and from there on a window is always faster than none.
 LEAST_STATE = 4 * 2**20
 
 
