@@ -30,7 +30,8 @@ DTYPES = {
     "float16": torch.float16,
 }
 _REQUIRED = ("model_type", "vocab_size", "d_model", "tie_embeddings", "norm_eps", "layers")
-_OPTIONAL = ("tokenizer", "dtype")
+_FLAGS = ("norm_plus_one", "residual_fp32")  # false unless given
+_OPTIONAL = ("tokenizer", "dtype", "used_vocab_size", *_FLAGS, "source")
 _BY_THE_MODEL = ("d_model", "device", "dtype")  # constructor arguments that no entry of layers gives
 
 
@@ -54,6 +55,23 @@ def check_config(config: dict[str, Any]) -> None:
         isinstance(eps, int | float) and not isinstance(eps, bool) and eps > 0,
         f"HybridLM: norm_eps must be a positive number; got {eps!r}. 1e-5 is usual.",
     )
+    for name in _FLAGS:
+        flag = config.get(name, False)
+        expect(isinstance(flag, bool), f"HybridLM: {name} must be true or false; got {flag!r}. Write one of them.")
+    if "used_vocab_size" in config:
+        used = config["used_vocab_size"]
+        expect_positive("HybridLM", used_vocab_size=used)
+        expect(
+            used <= config["vocab_size"],
+            f"HybridLM: used_vocab_size must be at most vocab_size={config['vocab_size']}; got {used}. It leaves out "
+            "rows of the embedding that only pad it.",
+        )
+    if "source" in config:
+        expect(
+            isinstance(config["source"], dict) and config["source"].keys() == {"config", "layout"},
+            f"HybridLM: source must be a dict of config and layout; got {config['source']!r}. It is written by loading "
+            "a checkpoint of another library: leave it out otherwise.",
+        )
     if "dtype" in config:
         expect_choice("HybridLM", "dtype", config["dtype"], tuple(DTYPES))
     if "tokenizer" in config:

@@ -13,7 +13,7 @@ from replayssm import ReplayStateCache, hub
 from replayssm.cache.step import ModuleState, StatefulModule
 from replayssm.checks import expect, expect_integers, expect_shape, readable, refuse_grad
 from replayssm.drafters import MTPHead
-from replayssm.layers.norm import RMSNorm
+from replayssm.layers.norm import RMSNorm, widened
 from replayssm.models.config import DTYPES, MIXERS, Mixer, check_config
 
 _OUTPUTS = ("out_proj", "o_proj", "down_proj")  # the projection of each mixer that writes into the residual stream
@@ -22,7 +22,7 @@ _MTP = "mtp."  # keys of the head for drafts, which has a file of its own
 
 
 class Block(nn.Module):
-    """One residual block: x + mixer(norm(x))."""
+    """One residual block: x + mixer(norm(x)). The mixer gets ``dtype``; None is that of x."""
 
     def __init__(self, norm: RMSNorm, mixer: Mixer):
         super().__init__()
@@ -39,16 +39,18 @@ class Block(nn.Module):
         x: Tensor,
         state: ModuleState | None = None,
         *,
+        dtype: torch.dtype | None = None,
         attention_mask: Tensor | None = None,
         rows: Tensor | None = None,
         parents: Tensor | None = None,
     ) -> Tensor:
         """(batch, t, d_model) -> same; the other arguments as for ``HybridLM``."""
+        normed = self.norm(x).to(x.dtype if dtype is None else dtype)
         if not self.stateful:
-            return x + self.mixer(self.norm(x))
+            return x + self.mixer(normed)
         if state is None:
-            return x + self.mixer(self.norm(x), attention_mask=attention_mask)
-        return x + self.mixer(self.norm(x), state, attention_mask=attention_mask, rows=rows, parents=parents)
+            return x + self.mixer(normed, attention_mask=attention_mask)
+        return x + self.mixer(normed, state, attention_mask=attention_mask, rows=rows, parents=parents)
 
 
 class HybridLM(nn.Module):
@@ -57,7 +59,10 @@ class HybridLM(nn.Module):
     Args:
         config: the content of config.json: model_type "replayssm_hybrid", vocab_size, d_model, tie_embeddings,
             norm_eps, and layers, a list of {"type": ..., and the constructor arguments of that type}; types are the
-            keys of ``MIXERS``. Optional: tokenizer "bytes", and dtype, the name of the dtype to compute in.
+            keys of ``MIXERS``. Optional: tokenizer "bytes"; dtype, the name of the dtype to compute in; norm_plus_one,
+            the norms between blocks multiply by 1 + weight; residual_fp32, the sum of the blocks is at least in fp32;
+            used_vocab_size, where further rows of the embedding only pad it; source, the checkpoint of another library
+            that the model came from (see ``families.py``).
         dtype: of the parameters; None is the config's, else torch's default.
 
     Attributes:
@@ -79,7 +84,7 @@ class HybridLM(nn.Module):
         self.config = copy.deepcopy(config)
         self.mtp: MTPHead | None = None
         dtype = DTYPES[config["dtype"]] if dtype is None and "dtype" in config else dtype
-        d_model, eps = config["d_model"], config["norm_eps"]
+        d_model = config["d_model"]
         weight = torch.empty(config["vocab_size"], d_model, device=device, dtype=dtype)
         self.embed = nn.Embedding(config["vocab_size"], d_model, _weight=weight)
         self.layers = nn.ModuleList()
@@ -89,8 +94,8 @@ class HybridLM(nn.Module):
                 mixer = MIXERS[entry["type"]](d_model, **arguments, device=device, dtype=dtype)
             except ValueError as error:
                 raise ValueError(f"HybridLM: layers[{i}]: {error}") from error
-            self.layers.append(Block(RMSNorm(d_model, eps=eps, device=device, dtype=dtype), mixer))
-        self.norm = RMSNorm(d_model, eps=eps, device=device, dtype=dtype)
+            self.layers.append(Block(self._new_norm(device, dtype), mixer))
+        self.norm = self._new_norm(device, dtype)
         self.lm_head = nn.Linear(d_model, config["vocab_size"], bias=False, device=device, dtype=dtype)
         self.reset_parameters()
 
@@ -150,9 +155,12 @@ class HybridLM(nn.Module):
         # all states are found before one module opens the step: a cache of another model is refused unchanged
         states = [cache.state_of(b.mixer) if cache is not None and b.stateful else None for b in self._blocks()]
         x = self.embed(ids.long())
+        dtype = x.dtype
+        if self.config.get("residual_fp32", False):
+            x = widened(x)
         for block, state in zip(self._blocks(), states, strict=True):
-            x = block(x, state, attention_mask=attention_mask, rows=rows, parents=parents)
-        hidden = self.norm(x[:, -logits_to_keep:])
+            x = block(x, state, dtype=dtype, attention_mask=attention_mask, rows=rows, parents=parents)
+        hidden = self.norm(x[:, -logits_to_keep:]).to(dtype)
         return (self.lm_head(hidden), hidden) if return_hidden else self.lm_head(hidden)
 
     def save_pretrained(self, folder: str | os.PathLike[str], dtype: torch.dtype | None = None) -> None:
@@ -242,6 +250,10 @@ class HybridLM(nn.Module):
         if self.config["tie_embeddings"]:
             del tensors[_HEAD]
         return tensors
+
+    def _new_norm(self, device: torch.device | str | None, dtype: torch.dtype | None) -> RMSNorm:
+        eps, plus_one = self.config["norm_eps"], self.config.get("norm_plus_one", False)
+        return RMSNorm(self.config["d_model"], eps=eps, plus_one=plus_one, device=device, dtype=dtype)
 
     def _blocks(self) -> Iterable[Block]:
         return cast(Iterable[Block], self.layers)

@@ -155,4 +155,4 @@ def device_of(model: nn.Module) -> torch.device:
 def configured_vocab_size(model: nn.Module) -> int | None:
     """What a model's config says, where it has one."""
     config = getattr(model, "config", None)
-    return config.get("vocab_size") if isinstance(config, dict) else None
+    return config.get("used_vocab_size", config.get("vocab_size")) if isinstance(config, dict) else None

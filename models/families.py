@@ -1,0 +1,97 @@
+"""Model families: what a checkpoint's config.json and keys mean, one module of this package a family.
+
+A family is a module that is listed in ``FAMILIES`` under each ``model_type`` it serves, and that holds
+
+``read_config(source) -> config``
+    The content of the checkpoint's config.json -> that of a ``HybridLM``. It reads through ``fields.Fields``, whose
+    ``done`` refuses what was not understood. A decoder layer of two sublayers (attention and MLP) becomes two blocks.
+``read_layout(source, stored) -> layout``
+    What the config does not say and only the file shows, as JSON: a prefix, a tied head that is stored all the same.
+    ``stored`` is key -> tensor on meta. The layout is kept in the model's config, so that ``links`` can give back
+    exactly the file that came.
+``links(source, layout) -> iterable of keys.Link``
+    Every tensor of the model exactly once, and every key of the file that belongs to it exactly once. A link of a
+    decoder layer i names keys with ``layers.<i>.``: one layer of a checkpoint is found by that.
+``UNUSED: tuple of regular expressions``
+    Beginnings of keys that such files may hold and the model has no place for, as a vision tower. They are listed after
+    loading, and carried along by a conversion.
+``PUBLISHED: dict of name -> content of config.json``
+    Geometries of published checkpoints, for tests on meta: only the fields that matter to a tensor or to the maths.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol, cast
+
+from torch import Tensor
+
+from replayssm.checks import expect, expect_exists
+from replayssm.models import mamba2
+from replayssm.models.keys import Link
+
+Source = Mapping[str, Any]
+
+
+class Family(Protocol):
+    """See the head of this file."""
+
+    UNUSED: tuple[str, ...]
+    PUBLISHED: dict[str, dict[str, Any]]
+
+    def read_config(self, source: Source) -> dict[str, Any]: ...
+
+    def read_layout(self, source: Source, stored: Mapping[str, Tensor]) -> dict[str, Any]: ...
+
+    def links(self, source: Source, layout: Mapping[str, Any]) -> Iterable[Link]: ...
+
+
+FAMILIES: dict[str, Family] = {
+    "mamba2": cast(Family, mamba2),
+}
+
+
+def family_of(where: str, source: Source) -> Family:
+    """The family of a checkpoint.
+
+    Raises:
+        NotImplementedError: none that is known.
+    """
+    model_type = source.get("model_type")
+    expect_exists(where, "model_type", model_type, tuple(FAMILIES), "Other families cannot be loaded.")
+    return FAMILIES[cast(str, model_type)]
+
+
+def adopt(where: str, source: Source, stored: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The config of a ``HybridLM`` for a checkpoint, which it remembers under "source".
+
+    Args:
+        source: the content of the checkpoint's config.json.
+        stored: key -> tensor on meta, of the checkpoint's files.
+    """
+    family = family_of(where, source)
+    layout = family.read_layout(source, stored)
+    return {**family.read_config(source), "source": {"config": dict(source), "layout": layout}}
+
+
+def links_of(where: str, config: Mapping[str, Any]) -> list[Link]:
+    """How the model of this config and the checkpoint that it came from stand for each other.
+
+    Raises:
+        ValueError: the model came from no checkpoint, or has been changed since.
+    """
+    expect(
+        "source" in config,
+        f"{where}: config must come from a checkpoint of a known family; got a model without. Only such a model has "
+        "names in another library.",
+    )
+    source, layout = config["source"]["config"], config["source"]["layout"]
+    family = family_of(where, source)
+    own = family.read_config(source)
+    changed = sorted(
+        key for key in (own.keys() | config.keys()) - {"source", "dtype"} if own.get(key) != config.get(key)
+    )
+    expect(
+        not changed,
+        f"{where}: config must be that of the checkpoint it came from; got other values of {', '.join(changed)}. "
+        "The family has no way to say them.",
+    )
+    return list(family.links(source, layout))
