@@ -8,9 +8,10 @@ import torch
 from replayssm.models.attention import Attention
 from replayssm.models.hybrid import HybridLM
 from replayssm.models.mlp import MLP
+from replayssm.models.moe import MoE
 from replayssm.models.tokenizer import ByteTokenizer
 
-__all__ = ["MLP", "Attention", "ByteTokenizer", "HybridLM", "from_pretrained"]
+__all__ = ["MLP", "Attention", "ByteTokenizer", "HybridLM", "MoE", "from_pretrained"]
 
 _BUNDLED = {"tiny": Path(__file__).parent / "tiny"}
 

@@ -303,7 +303,7 @@ BAD_CONFIGS = [
     ({"layers": []}, "layers"),
     ({"layers": "mlp"}, "layers"),
     ({"layers": [MLP, ["mlp"]]}, "layers[1]", "mamba2"),
-    ({"layers": [{"type": "moe"}]}, "layers[0]", "moe", "attention"),
+    ({"layers": [{"type": "lstm"}]}, "layers[0]", "lstm", "attention"),
     ({"layers": [{"type": ["mlp"]}]}, "layers[0]"),
     ({"layers": [{"hidden": 3}]}, "layers[0]", "type"),
     ({"layers": [MLP, {**KDA, "allow_neg_eigval": True}]}, "layers[1]", "kda", "'allow_neg_eigval'", "neg_eigval"),
