@@ -26,7 +26,7 @@ from typing import Any, Protocol, cast
 from torch import Tensor
 
 from replayssm.checks import expect, expect_exists
-from replayssm.models import mamba2
+from replayssm.models import mamba2, nemotron_h
 from replayssm.models.keys import Link
 
 Source = Mapping[str, Any]
@@ -47,6 +47,7 @@ class Family(Protocol):
 
 FAMILIES: dict[str, Family] = {
     "mamba2": cast(Family, mamba2),
+    "nemotron_h": cast(Family, nemotron_h),
 }
 
 

@@ -141,7 +141,9 @@ def keeps_precision(key: str) -> bool:
     """Whether a parameter is so small and so sensitive that a lower dtype of the model does not touch it."""
     owner, _, name = key.rpartition(".")
     module = owner.rpartition(".")[2]
-    return name in ("A_log", "dt_bias", "D") or module.endswith("norm") or module.startswith("pre_fc_norm")
+    if name in ("A_log", "dt_bias", "D") or module == "gate":  # of a mixture of experts: a choice is not rounded
+        return True
+    return module.endswith("norm") or module.startswith("pre_fc_norm")
 
 
 def decoder_layer(link: Link) -> int | None:
