@@ -5,7 +5,6 @@ from pathlib import Path
 
 import torch
 
-from replayssm import hub
 from replayssm.models.attention import Attention
 from replayssm.models.hybrid import HybridLM
 from replayssm.models.mla import LatentAttention
@@ -28,21 +27,20 @@ def from_pretrained(
     """A pretrained model in eval mode, and its tokenizer.
 
     Args:
-        name: a folder that ``save_pretrained`` wrote, or "tiny", the bundled byte-level model ("./tiny" is a folder).
-        revision: of a Hub name; None for a folder.
+        name: a folder that ``save_pretrained`` or transformers wrote, "org/name" of a repository of the Hub, or "tiny",
+            the bundled byte-level model ("./tiny" is a folder).
+        revision: of a repository; None for a folder.
         device: where the weights go; None is the CPU.
         dtype: to compute in; None is what the config says, else the file. A_log, dt_bias, D and norm weights keep the
             precision of the file where it is higher.
 
     Returns:
-        The model and its tokenizer, or None where the config names none.
+        The model and its tokenizer, or None where there is none.
 
     Raises:
-        NotImplementedError: Hub names are not supported yet.
-        FileNotFoundError, ValueError: the folder holds no complete model of a known kind.
+        FileNotFoundError, ValueError: the folder holds no complete model, or there is no such repository.
+        NotImplementedError: a family, or a setting of one, that is not known.
     """
-    where = "HybridLM.from_pretrained"
-    bundled = name in _BUNDLED and revision is None
-    folder = _BUNDLED[str(name)] if bundled else hub.find_folder(where, name, revision)
-    model = HybridLM.from_pretrained(folder, device=device, dtype=dtype)
+    folder = _BUNDLED[name] if isinstance(name, str) and name in _BUNDLED else name
+    model = HybridLM.from_pretrained(folder, revision=revision, device=device, dtype=dtype)
     return model, ByteTokenizer() if model.config.get("tokenizer") == "bytes" else None

@@ -8,7 +8,7 @@ A family is a module that is listed in ``FAMILIES`` under each ``model_type`` it
 ``read_layout(source, stored) -> layout``
     What the config does not say and only the file shows, as JSON: a prefix, a tied head that is stored all the same.
     ``stored`` is key -> tensor on meta. The layout is kept in the model's config, so that ``links`` can give back
-    exactly the file that came.
+    exactly the file that came. Where one layer is read, ``stored`` is that layer's part of the file.
 ``links(source, layout) -> iterable of keys.Link``
     Every tensor of the model exactly once, and every key of the file that belongs to it exactly once. A link of a
     decoder layer i names keys with ``layers.<i>.``: one layer of a checkpoint is found by that.
@@ -19,13 +19,14 @@ A family is a module that is listed in ``FAMILIES`` under each ``model_type`` it
     Geometries of published checkpoints, for tests on meta: only the fields that matter to a tensor or to the maths.
 """
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol, cast
 
 from torch import Tensor
 
 from replayssm.checks import expect, expect_exists
-from replayssm.models import mamba2
+from replayssm.models import mamba2, nemotron_h
 from replayssm.models.keys import Link
 
 Source = Mapping[str, Any]
@@ -46,6 +47,7 @@ class Family(Protocol):
 
 FAMILIES: dict[str, Family] = {
     "mamba2": cast(Family, mamba2),
+    "nemotron_h": cast(Family, nemotron_h),
 }
 
 
@@ -70,6 +72,12 @@ def adopt(where: str, source: Source, stored: Mapping[str, Tensor]) -> dict[str,
     family = family_of(where, source)
     layout = family.read_layout(source, stored)
     return {**family.read_config(source), "source": {"config": dict(source), "layout": layout}}
+
+
+def unused(source: Source, stored: Mapping[str, Tensor]) -> list[str]:
+    """Keys of a checkpoint that the model of its family has no place for."""
+    patterns = family_of("HybridLM", source).UNUSED
+    return [key for key in stored if any(re.match(pattern, key) for pattern in patterns)]
 
 
 def links_of(where: str, config: Mapping[str, Any]) -> list[Link]:

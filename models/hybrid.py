@@ -15,6 +15,7 @@ from replayssm.checks import expect, expect_integers, expect_shape, readable, re
 from replayssm.drafters import MTPHead
 from replayssm.layers.norm import RMSNorm, widened
 from replayssm.models.config import DTYPES, MIXERS, Mixer, check_config
+from replayssm.models.loading import Checkpoint, expect_fit, fill, stored
 
 _OUTPUTS = ("out_proj", "o_proj", "down_proj")  # the projection of each mixer that writes into the residual stream
 _HEAD = "lm_head.weight"
@@ -66,6 +67,7 @@ class HybridLM(nn.Module):
         dtype: of the parameters; None is the config's, else torch's default.
 
     Attributes:
+        not_loaded: keys of the checkpoint that the model came from and has no place for.
         mtp: a head that drafts further tokens from hidden states, for ``generate(..., drafter="mtp")``, or None.
 
     Raises:
@@ -83,6 +85,7 @@ class HybridLM(nn.Module):
         check_config(config)
         self.config = copy.deepcopy(config)
         self.mtp: MTPHead | None = None
+        self.not_loaded: list[str] = []
         dtype = DTYPES[config["dtype"]] if dtype is None and "dtype" in config else dtype
         d_model = config["d_model"]
         weight = torch.empty(config["vocab_size"], d_model, device=device, dtype=dtype)
@@ -173,8 +176,8 @@ class HybridLM(nn.Module):
             dtype: of the file, None for that of each parameter. A_log, dt_bias, D and norm weights keep theirs.
         """
         config = {**self.config, "dtype": str(self.embed.weight.dtype).removeprefix("torch.")}
-        head = None if self.mtp is None else _stored(self.mtp.state_dict(), dtype)
-        hub.write_folder(Path(folder), config, _stored(self._own(), dtype), head)
+        head = None if self.mtp is None else stored(self.mtp.state_dict(), dtype)
+        hub.write_folder(Path(folder), config, stored(self._own(), dtype), head)
 
     def save_mtp(self, file: str | os.PathLike[str], dtype: torch.dtype | None = None) -> None:
         """Write the head for drafts alone; in the model's folder it is named mtp.safetensors.
@@ -186,7 +189,7 @@ class HybridLM(nn.Module):
             raise ValueError(
                 "HybridLM.save_mtp: mtp must be an MTPHead; got None. Give the model one: model.mtp = MTPHead(...)."
             )
-        hub.write_weights(Path(file), _stored(self.mtp.state_dict(), dtype))
+        hub.write_weights(Path(file), stored(self.mtp.state_dict(), dtype))
 
     def load_mtp(self, file: str | os.PathLike[str]) -> None:
         """Take the head for drafts that ``save_mtp`` wrote, in the model's dtype and where the model is.
@@ -196,14 +199,15 @@ class HybridLM(nn.Module):
                 model; every key that does not fit is listed.
         """
         where, path = "HybridLM.load_mtp", Path(file)
-        stored = hub.describe_weights(where, path.parent, path.name)
-        up = stored.get("up_proj.weight")
+        weights = hub.Weights(where, hub.Folder(path.parent), path.name)
+        up = weights.entries.get("up_proj.weight")
         weight, size = self.embed.weight, len(up) if up is not None and up.ndim == 2 and len(up) else 1
         head = MTPHead(self.config["d_model"], size, eps=self.config["norm_eps"], device="meta", dtype=weight.dtype)
         advice = "Use the file that was saved for this model, or remove it to decode without a head."
-        _expect_fit(f"{where}: {path}", head.state_dict(), stored, "an MTP head for this model", advice)
-        for key, tensor in hub.read_weights(path.parent, path.name):
-            _fill(head, key, tensor, weight.device)
+        expect_fit(f"{where}: {path}", head.state_dict(), weights.entries, "an MTP head for this model", advice)
+        for key in weights.entries:
+            fill(head, key, weights.read(key), weight.device)
+        weights.close()
         self.mtp = head.train(self.training)
 
     @classmethod
@@ -211,36 +215,43 @@ class HybridLM(nn.Module):
         cls,
         folder: str | os.PathLike[str],
         *,
+        revision: str | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> "HybridLM":
-        """The model that ``save_pretrained`` wrote, in eval mode.
+        """The model of a folder or of a repository of the Hub, in eval mode.
+
+        Tensors are read one by one, each straight to its device and dtype.
 
         Args:
-            folder: holds config.json and model.safetensors; mtp.safetensors, where it is there, is loaded too.
+            folder: what ``save_pretrained`` wrote, or a checkpoint of a known family as transformers writes it: a path,
+                or "org/name" of a repository. A head for drafts, mtp.safetensors, is loaded too.
+            revision: of a repository.
             device: None is the CPU.
-            dtype: to compute in; None is the config's, else that of the file's embedding. A_log, dt_bias, D and norm
-                weights keep the precision of the file where it is higher.
+            dtype: to compute in; None is the config's, else that of the file's embedding. A_log, dt_bias, D and
+                norm weights keep the precision of the file where it is higher.
 
         Raises:
             FileNotFoundError, ValueError: a file is missing, corrupt or cut short, or does not fit the config; every
                 key that does not fit is listed.
+            NotImplementedError: a family, or a setting of one, that is not known.
         """
         where = "HybridLM.from_pretrained"
-        path = hub.find_folder(where, folder)
-        config = hub.read_config(where, path)
-        stored = hub.describe_weights(where, path)
-        check_config(config)
-        if dtype is None and "dtype" not in config and "embed.weight" in stored:
-            dtype = stored["embed.weight"].dtype
-        model = cls(config, device="meta", dtype=dtype)
-        advice = "Use the config.json that was saved with these weights."
-        _expect_fit(f"{where}: {path / hub.WEIGHTS}", model._own(), stored, "its config.json", advice)
-        for key, tensor in hub.read_weights(path):
-            _fill(model, key, tensor, "cpu" if device is None else device)
+        place = hub.find_folder(where, folder, revision)
+        checkpoint = Checkpoint(where, place)
+        check_config(checkpoint.config)
+        if dtype is None and "dtype" not in checkpoint.config:
+            dtype = checkpoint.embedding_dtype()
+        model = cls(checkpoint.config, device="meta", dtype=dtype)
+        own = model._own()
+        links = checkpoint.links(own)
+        checkpoint.expect_fit(links, own)
+        checkpoint.fill(links, model, "cpu" if device is None else device)
         model._tie()
-        if (path / hub.MTP).exists():
-            model.load_mtp(path / hub.MTP)
+        model.not_loaded = checkpoint.unused
+        head = place.fetch(hub.MTP) if checkpoint.native else None
+        if head is not None:
+            model.load_mtp(head)
         assert not any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
         return model.eval()
 
@@ -290,52 +301,3 @@ class HybridLM(nn.Module):
                 f"{where}: ids must be between 0 and vocab_size - 1 = {vocab_size - 1}; got {int(ids.min())} to "
                 f"{int(ids.max())}. Use the tokenizer of this model, and a legal id for padding."
             )
-
-
-def _expect_fit(where: str, expected: dict[str, Tensor], stored: dict[str, Tensor], owner: str, advice: str) -> None:
-    """Refuse a file that does not hold exactly these tensors, which are those of ``owner``."""
-    faults = [f"no {key}" for key in expected if key not in stored]
-    faults += [f"{key}, which the model does not have" for key in stored if key not in expected]
-    faults += [
-        f"{key} of shape {tuple(stored[key].shape)} instead of {tuple(tensor.shape)}"
-        for key, tensor in expected.items()
-        if key in stored and stored[key].shape != tensor.shape
-    ]
-    faults += [
-        f"{key} of {stored[key].dtype} instead of floating point"
-        for key in expected
-        if key in stored and not stored[key].is_floating_point()
-    ]
-    expect(
-        not faults,
-        f"{where} must hold exactly the tensors of {owner}; got {'; '.join(faults)}. {advice}",
-    )
-
-
-def _fill(model: nn.Module, key: str, value: Tensor, device: torch.device | str) -> None:
-    """Put a copy of a stored tensor in the place of one on meta."""
-    owner, _, name = key.rpartition(".")
-    module = model.get_submodule(owner)
-    old = getattr(module, name)
-    dtype = torch.promote_types(value.dtype, old.dtype) if _keeps_precision(key) else old.dtype
-    value = value.to(device=device, dtype=dtype, copy=True)
-    if isinstance(old, nn.Parameter):
-        parameter = nn.Parameter(value, requires_grad=old.requires_grad)
-        vars(parameter).update(vars(old))  # marks such as "no weight decay"
-        value = parameter
-    setattr(module, name, value)
-
-
-def _stored(tensors: dict[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """The tensors as a file of this dtype holds them."""
-    return {
-        key: tensor if dtype is None or not tensor.is_floating_point() or _keeps_precision(key) else tensor.to(dtype)
-        for key, tensor in tensors.items()
-    }
-
-
-def _keeps_precision(key: str) -> bool:
-    """Whether a parameter is so small and so sensitive that a lower dtype of the model does not touch it."""
-    owner, _, name = key.rpartition(".")
-    module = owner.rpartition(".")[2]
-    return name in ("A_log", "dt_bias", "D") or module.endswith("norm") or module.startswith("pre_fc_norm")

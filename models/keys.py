@@ -3,11 +3,13 @@
 So both directions are exact, bit for bit, in every dtype; and a form that works on meta tells the shapes of a file.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+from replayssm.models.config import MIXERS
 
 
 class Form(Protocol):
@@ -68,6 +70,12 @@ class Link(NamedTuple):
     ours: tuple[str, ...]
     theirs: tuple[str, ...]
     form: Form = Same()
+
+
+def mixer_keys(d_model: int, block: Mapping[str, Any]) -> list[str]:
+    """Names of the tensors of an entry of a config's layers, as the mixer itself names them."""
+    arguments = {key: value for key, value in block.items() if key != "type"}
+    return list(MIXERS[block["type"]](d_model, **arguments, device="meta").state_dict())
 
 
 def renamed(ours: str, theirs: str, names: Sequence[str]) -> Iterator[Link]:

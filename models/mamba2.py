@@ -8,7 +8,7 @@ from torch import Tensor
 from replayssm.checks import expect
 from replayssm.models.config import MODEL_TYPE
 from replayssm.models.fields import Fields
-from replayssm.models.keys import Link, embeddings, renamed
+from replayssm.models.keys import Link, embeddings, mixer_keys, renamed
 
 UNUSED: tuple[str, ...] = ()
 PUBLISHED: dict[str, dict[str, Any]] = {
@@ -75,15 +75,7 @@ def links(source: Mapping[str, Any], layout: Mapping[str, Any]) -> Iterator[Link
     yield from embeddings(
         "backbone.embeddings.weight", tied=config["tie_embeddings"], head_stored=layout["head_stored"]
     )
-    for i, block in enumerate(config["layers"]):
-        prefix = f"layers.{i}."
-        yield from renamed(prefix, f"backbone.{prefix}", ["norm.weight", *mixer_keys(block)])
+    names = ["norm.weight", *(f"mixer.{name}" for name in mixer_keys(config["d_model"], config["layers"][0]))]
+    for i in range(len(config["layers"])):
+        yield from renamed(f"layers.{i}.", f"backbone.layers.{i}.", names)
     yield Link(("norm.weight",), ("backbone.norm_f.weight",))
-
-
-def mixer_keys(block: Mapping[str, Any]) -> Iterator[str]:
-    """Names of a Mamba-2 mixer's tensors behind its block's prefix, here and in the checkpoints of its families."""
-    names = ["in_proj.weight", "conv1d.weight", "dt_bias", "A_log", "D", "norm.weight", "out_proj.weight"]
-    names += ["in_proj.bias", "out_proj.bias"] if block["bias"] else []
-    names += ["conv1d.bias"] if block["conv_bias"] else []
-    return (f"mixer.{name}" for name in names)

@@ -114,7 +114,7 @@ def _model(name: str, dtype: torch.dtype | None) -> nn.Module:
             f"plan: model must be a folder with {hub.CONFIG}, tiny, or one of {', '.join(GEOMETRIES)}; got {name!r}. "
             "Check the path."
         )
-    return HybridLM(hub.read_config("plan", folder), device="meta", dtype=dtype)
+    return HybridLM(hub.read_config("plan", hub.Folder(folder)), device="meta", dtype=dtype)
 
 
 def _layers(model: nn.Module, cache: ReplayStateCache) -> list[LayerBytes]:

@@ -1,0 +1,152 @@
+"""From files to a model: every tensor is checked before the first one is read, then they are read one by one."""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from replayssm import hub
+from replayssm.checks import expect
+from replayssm.models import families
+from replayssm.models.config import MODEL_TYPE
+from replayssm.models.keys import Link
+
+
+class Checkpoint:
+    """A folder's config and weights, in our names or in those of another library.
+
+    Args:
+        where: names the caller in errors.
+        wanted: whether a key of the file matters; None is all.
+
+    Attributes:
+        config: that of a ``HybridLM``, not yet checked.
+        weights: in the names of the file.
+        unused: keys that belong to the checkpoint and have no place in the model.
+    """
+
+    def __init__(self, where: str, folder: hub.Folder, wanted: Callable[[str], bool] | None = None):
+        self._where, source = where, hub.read_config(where, folder)
+        self.native = source.get("model_type") == MODEL_TYPE
+        if not self.native:
+            families.family_of(where, source)  # before files are fetched
+        self.weights = hub.Weights(where, folder, wanted=wanted)
+        entries = self.weights.entries
+        self.config = source if self.native else families.adopt(where, source, entries)
+        self.unused = [] if self.native else families.unused(source, entries)
+        self._file = folder.path
+
+    def embedding_dtype(self) -> torch.dtype | None:
+        """The dtype that the file holds the embedding in, None where it holds none."""
+        embed = "embed.weight"
+        link = next(link for link in self.links([embed]) if embed in link.ours)
+        entry = self.weights.entries.get(link.theirs[0])
+        return None if entry is None else entry.dtype
+
+    def links(self, own: Iterable[str] = ()) -> list[Link]:
+        """How the model's tensors, named ``own``, and those of the file stand for each other."""
+        return [Link((key,), (key,)) for key in own] if self.native else families.links_of(self._where, self.config)
+
+    def expect_fit(self, links: Iterable[Link], own: Mapping[str, Tensor]) -> None:
+        """Refuse a file that does not hold exactly what the links lead to, in shape.
+
+        Args:
+            own: the model's tensors, on meta.
+
+        Raises:
+            ValueError: lists all that is wrong.
+        """
+        expected: dict[str, Tensor] = {}
+        for link in links:
+            expected |= zip(link.theirs, link.form.theirs([own[key] for key in link.ours]), strict=True)
+        stored = {key: entry for key, entry in self.weights.entries.items() if key not in set(self.unused)}
+        advice = "Use the config.json that was saved with these weights."
+        expect_fit(f"{self._where}: {self._file / hub.WEIGHTS}", expected, stored, "its config.json", advice)
+
+    def fill(self, links: Iterable[Link], model: nn.Module, device: torch.device | str, prefix: str = "") -> None:
+        """Read what the links lead to into a model on meta.
+
+        Args:
+            prefix: of the names of ours, taken off to get those of ``model``.
+
+        Raises:
+            ValueError: tensors contradict each other. The model is then useless.
+        """
+        progress = hub.Progress(
+            "loading", sum(self.weights.entries[key].nbytes for link in links for key in link.theirs)
+        )
+        for link in sorted(links, key=lambda link: self.weights.file_of(link.theirs[0])):
+            theirs = [self.weights.read(key) for key in link.theirs]
+            for key, tensor in zip(link.ours, arranged(self._where, link, theirs), strict=True):
+                fill(model, key.removeprefix(prefix), tensor, device)
+            progress.advance(sum(tensor.nbytes for tensor in theirs))
+        progress.finish()
+        self.weights.close()
+
+
+def arranged(where: str, link: Link, theirs: list[Tensor]) -> list[Tensor]:
+    """The model's tensors of a link."""
+    try:
+        return list(link.form.ours(theirs))
+    except ValueError as error:
+        raise ValueError(
+            f"{where}: {', '.join(link.theirs)} {error}; got others. Use the config.json that was saved with these "
+            "weights."
+        ) from error
+
+
+def expect_fit(
+    where: str, expected: Mapping[str, Tensor], stored: Mapping[str, Tensor], owner: str, advice: str
+) -> None:
+    """Refuse a file that does not hold exactly these tensors, which are those of ``owner``."""
+    faults = [f"no {key}" for key in expected if key not in stored]
+    faults += [f"{key}, which the model does not have" for key in stored if key not in expected]
+    faults += [
+        f"{key} of shape {tuple(stored[key].shape)} instead of {tuple(tensor.shape)}"
+        for key, tensor in expected.items()
+        if key in stored and stored[key].shape != tensor.shape
+    ]
+    faults += [
+        f"{key} of {stored[key].dtype} instead of floating point"
+        for key in expected
+        if key in stored and not stored[key].is_floating_point()
+    ]
+    expect(not faults, f"{where} must hold exactly the tensors of {owner}; got {'; '.join(faults)}. {advice}")
+
+
+def fill(model: nn.Module, key: str, value: Tensor, device: torch.device | str) -> None:
+    """Put a copy of a stored tensor in the place of one on meta."""
+    owner, _, name = key.rpartition(".")
+    module = model.get_submodule(owner)
+    old = getattr(module, name)
+    dtype = torch.promote_types(value.dtype, old.dtype) if keeps_precision(key) else old.dtype
+    value = value.to(device=device, dtype=dtype, copy=True)
+    if isinstance(old, nn.Parameter):
+        parameter = nn.Parameter(value, requires_grad=old.requires_grad)
+        vars(parameter).update(vars(old))  # marks such as "no weight decay"
+        value = parameter
+    setattr(module, name, value)
+
+
+def stored(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """The tensors as a file of this dtype holds them."""
+    return {
+        key: tensor if dtype is None or not tensor.is_floating_point() or keeps_precision(key) else tensor.to(dtype)
+        for key, tensor in tensors.items()
+    }
+
+
+def keeps_precision(key: str) -> bool:
+    """Whether a parameter is so small and so sensitive that a lower dtype of the model does not touch it."""
+    owner, _, name = key.rpartition(".")
+    module = owner.rpartition(".")[2]
+    if name in ("A_log", "dt_bias", "D") or module == "gate":  # of a mixture of experts: a choice is not rounded
+        return True
+    return module.endswith("norm") or module.startswith("pre_fc_norm")
+
+
+def decoder_layer(link: Link) -> int | None:
+    """The index of the decoder layer of the checkpoint that a link belongs to; None outside of them."""
+    found = None if link.ours[0].startswith("mtp.") else re.search(r"(?:^|\.)layers\.(\d+)\.", link.theirs[0])
+    return None if found is None else int(found[1])
