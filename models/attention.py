@@ -84,8 +84,9 @@ class CausalAttention(nn.Module):
         if self.window is None:
             if max_seqlen is None:
                 raise ValueError(
-                    f"{type(self).__name__}.alloc_state: max_seqlen must be an int, because attention without a window keeps every "
-                    "token; got None. Give ReplayStateCache(..., max_seqlen=prompt + new tokens of the longest row)."
+                    f"{type(self).__name__}.alloc_state: max_seqlen must be an int, because attention without a "
+                    "window keeps every token; got None. Give ReplayStateCache(..., max_seqlen=prompt + new tokens of "
+                    "the longest row)."
                 )
             slots = max_seqlen
         else:

@@ -35,7 +35,7 @@ def oracle(layer: LatentAttention, x: Tensor) -> Tensor:
     low = linear(x, layer.kv_a_proj_with_mqa)
     shared = low[:, rank:]
     q = linear(x, layer.q_proj).reshape(len(x), layer.nheads, -1)
-    both = linear(rms_norm(low[:, :rank], layer.kv_a_layernorm.weight, 1e-6), layer.kv_b_proj)
+    both = rms_norm(low[:, :rank], layer.kv_a_layernorm.weight, 1e-6) @ layer.kv_b_proj.weight.T
     both = both.reshape(len(x), layer.nheads, -1)
     for s in range(len(x)):
         row = []
