@@ -64,6 +64,19 @@ class Stacked:
         return stacked.unbind(0)
 
 
+class Reshaped:
+    """One tensor that has other axes there."""
+
+    def __init__(self, ours: Sequence[int], theirs: Sequence[int]):
+        self._ours, self._theirs = tuple(ours), tuple(theirs)
+
+    def ours(self, theirs: Sequence[Tensor]) -> Sequence[Tensor]:
+        return [theirs[0].reshape(self._ours)]
+
+    def theirs(self, ours: Sequence[Tensor]) -> Sequence[Tensor]:
+        return [ours[0].reshape(self._theirs)]
+
+
 class Link(NamedTuple):
     """Tensors of the model and those of the checkpoint that hold the same numbers."""
 
