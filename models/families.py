@@ -26,7 +26,7 @@ from typing import Any, Protocol, cast
 from torch import Tensor
 
 from replayssm.checks import expect, expect_exists
-from replayssm.models import mamba2, nemotron_h
+from replayssm.models import mamba2, nemotron_h, state_spaces
 from replayssm.models.keys import Link
 
 Source = Mapping[str, Any]
@@ -48,6 +48,7 @@ class Family(Protocol):
 FAMILIES: dict[str, Family] = {
     "mamba2": cast(Family, mamba2),
     "nemotron_h": cast(Family, nemotron_h),
+    "state-spaces": cast(Family, state_spaces),
 }
 
 
@@ -57,7 +58,7 @@ def family_of(where: str, source: Source) -> Family:
     Raises:
         NotImplementedError: none that is known.
     """
-    model_type = source.get("model_type")
+    model_type = source.get("model_type", "state-spaces" if "ssm_cfg" in source else None)
     expect_exists(where, "model_type", model_type, tuple(FAMILIES), "Other families cannot be loaded.")
     return FAMILIES[cast(str, model_type)]
 
