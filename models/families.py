@@ -26,7 +26,7 @@ from typing import Any, Protocol, cast
 from torch import Tensor
 
 from replayssm.checks import expect, expect_exists
-from replayssm.models import kimi_linear, mamba2, nemotron_h, qwen3_5, qwen3_next
+from replayssm.models import kimi_linear, mamba2, nemotron_h, qwen3_5, qwen3_next, state_spaces
 from replayssm.models.keys import Link
 
 Source = Mapping[str, Any]
@@ -54,6 +54,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3_5_moe_text": cast(Family, qwen3_5),
     "qwen3_5_text": cast(Family, qwen3_5),
     "qwen3_next": cast(Family, qwen3_next),
+    "state-spaces": cast(Family, state_spaces),
 }
 
 
@@ -63,7 +64,7 @@ def family_of(where: str, source: Source) -> Family:
     Raises:
         NotImplementedError: none that is known.
     """
-    model_type = source.get("model_type")
+    model_type = source.get("model_type", "state-spaces" if "ssm_cfg" in source else None)
     expect_exists(where, "model_type", model_type, tuple(FAMILIES), "Other families cannot be loaded.")
     return FAMILIES[cast(str, model_type)]
 

@@ -61,7 +61,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "Nemotron-3-Super-120B-A12B": {
         **_COMMON,
         "hidden_size": 4096,
-        "hybrid_override_pattern": "MEMEMEM*EMEMEMEM*EMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEM*EMEMEMEME",
+        "hybrid_override_pattern": "MEMEMEM*EMEMEMEM*EMEMEMEM*" + 4 * "EMEMEMEMEM*" + "EMEMEMEM*EMEMEMEME",
         "num_attention_heads": 32,
         "num_key_value_heads": 2,
         "mamba_num_heads": 128,
@@ -156,14 +156,13 @@ def _mamba(field: Fields, eps: float) -> dict[str, Any]:
 def _attention(field: Fields) -> dict[str, Any]:
     field.only("attention_bias", False)
     field.only("sliding_window", None)
-    nheads, headdim = field("num_attention_heads", 32), field("head_dim", 128)
+    headdim = field("head_dim", 128)
     field.only("attention_head_dim", headdim)
-    kv_heads = field("num_key_value_heads", 8)
     return {
         "type": "attention",
-        "nheads": nheads,
+        "nheads": field("num_attention_heads", 32),
         "headdim": headdim,
-        "kv_heads": nheads if kv_heads is None else kv_heads,
+        "kv_heads": field("num_key_value_heads", 8),
     }
 
 

@@ -51,7 +51,7 @@ class Weights:
         self._faults: list[str] = []
         path = folder.fetch(name)
         if path is not None:
-            self._add_header(path, {})
+            self._add_header(path, path.name, {})
             remedy = "It is corrupt or cut short: copy or download it again."
             if any("tensors of" in fault for fault in self._faults):
                 remedy = f"Convert them to one of {', '.join(DTYPES)} first."
@@ -95,12 +95,9 @@ class Weights:
         wanted = {key: file for key, file in files.items() if self._wanted is None or self._wanted(key)}
         for name in sorted(set(wanted.values())):
             shard = self._shard(name)
-            if shard is not None:
-                self._add_header(shard, files)
-        headers = {path.name for path in self._files.values()}
-        self._faults += [
-            f"no {key} in {file}" for key, file in wanted.items() if key not in self.entries and file in headers
-        ]
+            if shard is not None and self._add_header(shard, name, files):
+                own = [key for key, file in wanted.items() if file == name]
+                self._faults += [f"no {key} in {name}" for key in own if self._files.get(key) != shard]
 
     def _shard(self, name: str) -> Path | None:
         """The path of a file that an index names, which must be a file of the folder."""
@@ -121,19 +118,19 @@ class Weights:
         path = self._folder.path.absolute()
         return (path.parent.parent if path.parent.name == "snapshots" else path).resolve()
 
-    def _add_header(self, path: Path, files: dict[str, str]) -> None:
-        """Shapes and dtypes of a file; ``files``: where the index says that each key lies."""
+    def _add_header(self, path: Path, name: str, files: dict[str, str]) -> bool:
+        """Take shapes and dtypes of a file, unless it is broken; ``files``: where the index says that each key lies."""
         try:
             with safe_open(path, framework="pt", device="cpu") as file:
                 slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 (not a dict)
                 entries = {key: (part.get_shape(), part.get_dtype()) for key, part in slices.items()}
         except SafetensorError as error:
-            self._faults.append(f"{path.name}: {error}")
-            return
+            self._faults.append(f"{name}: {error}")
+            return False
         for key, (shape, dtype) in entries.items():
-            if files and files.get(key) != path.name:
+            if files and files.get(key) != name:
                 where = f"lies in {files[key]}" if key in files else "does not exist"
-                self._faults.append(f"{key} in {path.name}, which {where} by the index")
+                self._faults.append(f"{key} in {name}, which {where} by the index")
             elif self._wanted is not None and not self._wanted(key):
                 continue
             elif dtype not in DTYPES:
@@ -141,6 +138,7 @@ class Weights:
             else:
                 self.entries[key] = torch.empty(shape, dtype=DTYPES[dtype], device="meta")
                 self._files[key] = path
+        return True
 
 
 def _missing(where: str, folder: Folder, name: str) -> str:
