@@ -1,20 +1,18 @@
 """Whole models: compose one from a config, or load a pretrained one."""
 
 import os
-from pathlib import Path
 
 import torch
 
 from replayssm.models.attention import Attention
 from replayssm.models.hybrid import HybridLM
+from replayssm.models.loading import bundled
 from replayssm.models.mla import LatentAttention
 from replayssm.models.mlp import MLP
 from replayssm.models.moe import MoE
 from replayssm.models.tokenizer import ByteTokenizer
 
 __all__ = ["MLP", "Attention", "ByteTokenizer", "HybridLM", "LatentAttention", "MoE", "from_pretrained"]
-
-_BUNDLED = {"tiny": Path(__file__).parent / "tiny"}
 
 
 def from_pretrained(
@@ -41,6 +39,5 @@ def from_pretrained(
         FileNotFoundError, ValueError: the folder holds no complete model, or there is no such repository.
         NotImplementedError: a family, or a setting of one, that is not known.
     """
-    folder = _BUNDLED[name] if isinstance(name, str) and name in _BUNDLED else name
-    model = HybridLM.from_pretrained(folder, revision=revision, device=device, dtype=dtype)
+    model = HybridLM.from_pretrained(bundled(name), revision=revision, device=device, dtype=dtype)
     return model, ByteTokenizer() if model.config.get("tokenizer") == "bytes" else None

@@ -1,7 +1,10 @@
 """From files to a model: every tensor is checked before the first one is read, then they are read one by one."""
 
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +14,19 @@ from replayssm.checks import expect
 from replayssm.models import families
 from replayssm.models.config import MODEL_TYPE
 from replayssm.models.keys import Link
+
+_BUNDLED = {"tiny": Path(__file__).parent / "tiny"}
+
+
+def bundled(name: str | os.PathLike[str]) -> str | os.PathLike[str]:
+    """The folder of a bundled model by its name, and any other name as it is."""
+    return _BUNDLED.get(name, name) if isinstance(name, str) else name
+
+
+def model_config(where: str, folder: hub.Folder) -> dict[str, Any]:
+    """The config of a ``HybridLM`` for a folder, of which nothing but config.json is read."""
+    source = hub.read_config(where, folder)
+    return source if source.get("model_type") == MODEL_TYPE else families.adopt(where, source, {})
 
 
 class Checkpoint:
@@ -44,15 +60,21 @@ class Checkpoint:
         entry = self.weights.entries.get(link.theirs[0])
         return None if entry is None else entry.dtype
 
+    def largest_dtype(self) -> torch.dtype | None:
+        """The dtype of the largest tensor that is wanted."""
+        entries = self.weights.entries.values()
+        return max(entries, key=lambda entry: entry.numel()).dtype if entries else None
+
     def links(self, own: Iterable[str] = ()) -> list[Link]:
         """How the model's tensors, named ``own``, and those of the file stand for each other."""
         return [Link((key,), (key,)) for key in own] if self.native else families.links_of(self._where, self.config)
 
-    def expect_fit(self, links: Iterable[Link], own: Mapping[str, Tensor]) -> None:
+    def expect_fit(self, links: Iterable[Link], own: Mapping[str, Tensor], *, part: bool = False) -> None:
         """Refuse a file that does not hold exactly what the links lead to, in shape.
 
         Args:
             own: the model's tensors, on meta.
+            part: the file may hold others.
 
         Raises:
             ValueError: lists all that is wrong.
@@ -60,7 +82,8 @@ class Checkpoint:
         expected: dict[str, Tensor] = {}
         for link in links:
             expected |= zip(link.theirs, link.form.theirs([own[key] for key in link.ours]), strict=True)
-        stored = {key: entry for key, entry in self.weights.entries.items() if key not in set(self.unused)}
+        others = set(self.weights.entries) - expected.keys() if part else set(self.unused)
+        stored = {key: entry for key, entry in self.weights.entries.items() if key not in others}
         advice = "Use the config.json that was saved with these weights."
         expect_fit(f"{self._where}: {self._file / hub.WEIGHTS}", expected, stored, "its config.json", advice)
 
@@ -77,23 +100,26 @@ class Checkpoint:
             "loading", sum(self.weights.entries[key].nbytes for link in links for key in link.theirs)
         )
         for link in sorted(links, key=lambda link: self.weights.file_of(link.theirs[0])):
-            theirs = [self.weights.read(key) for key in link.theirs]
-            for key, tensor in zip(link.ours, arranged(self._where, link, theirs), strict=True):
+            for key, tensor in zip(link.ours, self.read(link), strict=True):
                 fill(model, key.removeprefix(prefix), tensor, device)
-            progress.advance(sum(tensor.nbytes for tensor in theirs))
+            del tensor  # not beside the next one
+            progress.advance(sum(self.weights.entries[key].nbytes for key in link.theirs))
         progress.finish()
         self.weights.close()
 
+    def read(self, link: Link) -> list[Tensor]:
+        """The model's tensors of a link, as the file holds them.
 
-def arranged(where: str, link: Link, theirs: list[Tensor]) -> list[Tensor]:
-    """The model's tensors of a link."""
-    try:
-        return list(link.form.ours(theirs))
-    except ValueError as error:
-        raise ValueError(
-            f"{where}: {', '.join(link.theirs)} {error}; got others. Use the config.json that was saved with these "
-            "weights."
-        ) from error
+        Raises:
+            ValueError: the file's tensors contradict each other.
+        """
+        try:
+            return list(link.form.ours([self.weights.read(key) for key in link.theirs]))
+        except ValueError as error:
+            raise ValueError(
+                f"{self._where}: {', '.join(link.theirs)} {error}; got others. Use the config.json that was saved with "
+                "these weights."
+            ) from error
 
 
 def expect_fit(
@@ -146,7 +172,7 @@ def keeps_precision(key: str) -> bool:
     return module.endswith("norm") or module.startswith("pre_fc_norm")
 
 
-def decoder_layer(link: Link) -> int | None:
-    """The index of the decoder layer of the checkpoint that a link belongs to; None outside of them."""
-    found = None if link.ours[0].startswith("mtp.") else re.search(r"(?:^|\.)layers\.(\d+)\.", link.theirs[0])
+def decoder_layer(key: str) -> int | None:
+    """The index of the decoder layer that a key of a checkpoint belongs to; None outside of them."""
+    found = None if key.startswith("mtp.") else re.search(r"(?:^|\.)layers\.(\d+)\.", key)
     return None if found is None else int(found[1])
