@@ -177,7 +177,7 @@ class HybridLM(nn.Module):
         """
         config = {**self.config, "dtype": str(self.embed.weight.dtype).removeprefix("torch.")}
         head = None if self.mtp is None else stored(self.mtp.state_dict(), dtype)
-        hub.write_folder(Path(folder), config, stored(self._own(), dtype), head)
+        hub.write_folder(Path(folder), config, stored(self.own_tensors(), dtype), head)
 
     def save_mtp(self, file: str | os.PathLike[str], dtype: torch.dtype | None = None) -> None:
         """Write the head for drafts alone; in the model's folder it is named mtp.safetensors.
@@ -243,7 +243,7 @@ class HybridLM(nn.Module):
         if dtype is None and "dtype" not in checkpoint.config:
             dtype = checkpoint.embedding_dtype()
         model = cls(checkpoint.config, device="meta", dtype=dtype)
-        own = model._own()
+        own = model.own_tensors()
         links = checkpoint.links(own)
         checkpoint.expect_fit(links, own)
         checkpoint.fill(links, model, "cpu" if device is None else device)
@@ -255,8 +255,8 @@ class HybridLM(nn.Module):
         assert not any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
         return model.eval()
 
-    def _own(self) -> dict[str, Tensor]:
-        """The tensors of model.safetensors."""
+    def own_tensors(self) -> dict[str, Tensor]:
+        """The tensors of model.safetensors: without a head for drafts, and the tied one once."""
         tensors = {key: tensor for key, tensor in self.state_dict().items() if not key.startswith(_MTP)}
         if self.config["tie_embeddings"]:
             del tensors[_HEAD]
