@@ -57,6 +57,8 @@ class Stacked:
     """One tensor of ours, whose first axis counts tensors of theirs (experts)."""
 
     def ours(self, theirs: Sequence[Tensor]) -> Sequence[Tensor]:
+        if len({tensor.dtype for tensor in theirs}) > 1:
+            raise ValueError("must be of one dtype")
         return [torch.stack(list(theirs))]
 
     def theirs(self, ours: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from replayssm import hub
 from replayssm.checks import expect
+from replayssm.hub.pickles import Pickles
 from replayssm.models import families
 from replayssm.models.config import MODEL_TYPE
 from replayssm.models.keys import Link
@@ -35,6 +36,7 @@ class Checkpoint:
     Args:
         where: names the caller in errors.
         wanted: whether a key of the file matters; None is all.
+        weights: instead of the folder's safetensors.
 
     Attributes:
         config: that of a ``HybridLM``, not yet checked.
@@ -42,12 +44,19 @@ class Checkpoint:
         unused: keys that belong to the checkpoint and have no place in the model.
     """
 
-    def __init__(self, where: str, folder: hub.Folder, wanted: Callable[[str], bool] | None = None):
+    def __init__(
+        self,
+        where: str,
+        folder: hub.Folder,
+        *,
+        wanted: Callable[[str], bool] | None = None,
+        weights: hub.Weights | Pickles | None = None,
+    ):
         self._where, source = where, hub.read_config(where, folder)
         self.native = source.get("model_type") == MODEL_TYPE
         if not self.native:
             families.family_of(where, source)  # before files are fetched
-        self.weights = hub.Weights(where, folder, wanted=wanted)
+        self.weights = hub.Weights(where, folder, wanted=wanted) if weights is None else weights
         entries = self.weights.entries
         self.config = source if self.native else families.adopt(where, source, entries)
         self.unused = [] if self.native else families.unused(source, entries)
@@ -99,13 +108,17 @@ class Checkpoint:
         progress = hub.Progress(
             "loading", sum(self.weights.entries[key].nbytes for link in links for key in link.theirs)
         )
-        for link in sorted(links, key=lambda link: self.weights.file_of(link.theirs[0])):
+        for link in self.in_file_order(links):
             for key, tensor in zip(link.ours, self.read(link), strict=True):
                 fill(model, key.removeprefix(prefix), tensor, device)
             del tensor  # not beside the next one
             progress.advance(sum(self.weights.entries[key].nbytes for key in link.theirs))
         progress.finish()
         self.weights.close()
+
+    def in_file_order(self, links: Iterable[Link]) -> list[Link]:
+        """Links of one file after those of another, so that each file is opened once."""
+        return sorted(links, key=lambda link: self.weights.file_of(link.theirs[0]))
 
     def read(self, link: Link) -> list[Tensor]:
         """The model's tensors of a link, as the file holds them.
@@ -116,9 +129,9 @@ class Checkpoint:
         try:
             return list(link.form.ours([self.weights.read(key) for key in link.theirs]))
         except ValueError as error:
+            names = ", ".join(link.theirs[:4]) + (", ..." if len(link.theirs) > 4 else "")
             raise ValueError(
-                f"{self._where}: {', '.join(link.theirs)} {error}; got others. Use the config.json that was saved with "
-                "these weights."
+                f"{self._where}: {names} {error}; got others. Use the config.json that was saved with these weights."
             ) from error
 
 

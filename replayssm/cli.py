@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import replayssm
-from replayssm import Acceptance, ReplayStateCache, cli_plan, generate
+from replayssm import Acceptance, ReplayStateCache, cli_convert, cli_plan, generate
 from replayssm.arguments import count, window
 from replayssm.bench import command as bench
 from replayssm.models import ByteTokenizer, HybridLM, from_pretrained
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status: 0, 1 if ``--compare`` found a difference that rounding does not explain, 2 for bad input.
     """
     options = _parser().parse_args(argv)
-    run = {"generate": _generate, "plan": cli_plan.run, "bench": bench.run}
+    run = {"generate": _generate, "plan": cli_plan.run, "convert": cli_convert.run, "bench": bench.run}
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a model writes characters that not every terminal has
@@ -68,7 +68,11 @@ def _parser() -> argparse.ArgumentParser:
         "generate", help="continue a text", description="Continue a text, and say what that moved through memory."
     )
     command.add_argument("prompt", nargs="?", default="-", help="the text; - or nothing reads it from standard input")
-    command.add_argument("--model", default="tiny", help="folder of a model, or tiny, the bundled one (default)")
+    command.add_argument(
+        "--model",
+        default="tiny",
+        help="a folder, org/name on the Hub, or tiny, the bundled one (default)",
+    )
     command.add_argument("--max-new-tokens", type=count, default=200, help="tokens to write (default 200)")
     command.add_argument(
         "--window",
@@ -94,6 +98,7 @@ def _parser() -> argparse.ArgumentParser:
         help="decode with window 0 as well, in float32, and compare; exit 1 if rounding does not explain a difference",
     )
     cli_plan.add_parser(commands)
+    cli_convert.add_parser(commands)
     bench.add_parser(commands)
     return parser
 

@@ -30,7 +30,7 @@ def shard(folder: Path, shard_bytes: int) -> dict[str, str]:
     """Cut model.safetensors into shards; returns the file of each key."""
     tensors = load_file(folder / hub.WEIGHTS)
     (folder / hub.WEIGHTS).unlink()
-    shards = hub.Shards(folder, shard_bytes)
+    shards = hub.Shards(folder, shard_bytes=shard_bytes)
     for key, tensor in tensors.items():
         shards.add(key, tensor)
     shards.finish()

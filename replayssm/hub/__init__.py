@@ -7,13 +7,14 @@ Pickled weights are never opened here.
 from replayssm.hub.folders import CONFIG, Folder, find_folder, read_config, read_json
 from replayssm.hub.progress import Progress
 from replayssm.hub.weights import INDEX, PICKLES, WEIGHTS, Weights
-from replayssm.hub.writing import MTP, UNUSED, Shards, write_folder, write_weights
+from replayssm.hub.writing import MTP, SHARD_BYTES, UNUSED, Shards, write_folder, write_weights
 
 __all__ = [
     "CONFIG",
     "INDEX",
     "MTP",
     "PICKLES",
+    "SHARD_BYTES",
     "UNUSED",
     "WEIGHTS",
     "Folder",

@@ -32,7 +32,7 @@ class Weights:
 
     Args:
         folder: of a repository of the Hub, only the files that hold wanted tensors are fetched.
-        name: of the file; of model.safetensors the shards will do.
+        name: of the file, in whose place shards and an index will do.
         wanted: whether a key matters; None is all. Files without such keys are not opened.
 
     Attributes:
@@ -57,7 +57,7 @@ class Weights:
                 remedy = f"Convert them to one of {', '.join(DTYPES)} first."
             rule = "be a complete safetensors file"
         else:
-            path = folder.fetch(INDEX) if name == WEIGHTS else None
+            path = folder.fetch(f"{name}.index.json")
             if path is None:
                 raise FileNotFoundError(_missing(where, folder, name))
             self._read_index(where, path)

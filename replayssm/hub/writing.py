@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from replayssm.hub.folders import CONFIG
-from replayssm.hub.weights import INDEX, WEIGHTS
+from replayssm.hub.weights import WEIGHTS
 
 MTP = "mtp.safetensors"  # a head for drafts
 UNUSED = "unused.safetensors"  # tensors of another library's checkpoint that the model has no place for
@@ -60,11 +60,12 @@ class Shards:
 
     Args:
         folder: exists.
+        name: of the file, if there is one; several carry their numbers, and an index names them.
         shard_bytes: most bytes of a file, but for one tensor that is larger.
     """
 
-    def __init__(self, folder: Path, shard_bytes: int = SHARD_BYTES):
-        self._folder, self._limit = folder, shard_bytes
+    def __init__(self, folder: Path, name: str = WEIGHTS, *, shard_bytes: int = SHARD_BYTES):
+        self._folder, self._name, self._limit = folder, name, shard_bytes
         self._held: dict[str, Tensor] = {}
         self._held_bytes = self._total = 0
         self._parts: list[list[str]] = []
@@ -73,7 +74,10 @@ class Shards:
         """The next tensor, which must not change until it is written."""
         if self._held and self._held_bytes + tensor.nbytes > self._limit:
             self._flush()
-        self._held[key] = tensor.detach().cpu().contiguous()
+        held = tensor.detach().cpu().contiguous()
+        if held.untyped_storage().nbytes() > held.nbytes or any(_share(held, other) for other in self._held.values()):
+            held = held.clone()  # a view would keep the whole, and safetensors holds nothing twice
+        self._held[key] = held
         self._held_bytes += tensor.nbytes
         self._total += tensor.nbytes
 
@@ -81,14 +85,15 @@ class Shards:
         """Write what is left and, for more than one file, the index."""
         self._flush()
         if len(self._parts) == 1:
-            self._part(0).rename(self._folder / WEIGHTS)
+            self._part(0).rename(self._folder / self._name)
             return
-        names = [f"model-{i + 1:05}-of-{len(self._parts):05}.safetensors" for i in range(len(self._parts))]
+        stem = Path(self._name).stem
+        names = [f"{stem}-{i + 1:05}-of-{len(self._parts):05}.safetensors" for i in range(len(self._parts))]
         for i, name in enumerate(names):
             self._part(i).rename(self._folder / name)
         files = {key: name for keys, name in zip(self._parts, names, strict=True) for key in keys}
         index = {"metadata": {"total_size": self._total}, "weight_map": dict(sorted(files.items()))}
-        (self._folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        (self._folder / f"{self._name}.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
     def _part(self, number: int) -> Path:
         return self._folder / f".part-{number}"
@@ -97,6 +102,10 @@ class Shards:
         write_weights(self._part(len(self._parts)), self._held)
         self._parts.append(sorted(self._held))
         self._held, self._held_bytes = {}, 0
+
+
+def _share(a: Tensor, b: Tensor) -> bool:
+    return a.nbytes > 0 and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
 def _on_the_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
