@@ -25,7 +25,7 @@ from replayssm.hub import writing
 from replayssm.models import HybridLM, convert, families, from_pretrained
 
 pytestmark = pytest.mark.skipif(DEVICE.type != "cpu", reason="about files; models load to the CPU")
-EXPERT = re.compile(r"(?<=\.experts\.)\d+")
+EXPERT = re.compile(r"experts\.\d+\.\w+")
 FORMATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 BLOCKS = ["mamba", "attention", "mlp", "moe"]
 # Sizes and switches that decide about names and shapes of tensors; a family that is not here keeps its settings.
@@ -50,6 +50,26 @@ VARIED = {
             "mlp_bias": st.booleans(),
         }
     ),
+    "qwen3_next": st.fixed_dictionaries(
+        {
+            "num_experts": st.integers(2, 4),
+            "linear_num_value_heads": st.sampled_from([2, 4]),
+            "linear_key_head_dim": st.integers(1, 5),
+            "mlp_only_layers": st.sampled_from([[], [0, 2]]),
+            "tie_word_embeddings": st.booleans(),
+            "attention_bias": st.booleans(),
+        }
+    ),
+    "kimi_linear": st.fixed_dictionaries(
+        {
+            "layer_types": st.permutations(["linear_attention", "full_attention", "linear_attention"]),
+            "mlp_layer_types": st.permutations(["dense", "sparse", "sparse"]),
+            "num_expert_group": st.just(1),
+            "topk_group": st.just(1),
+            "num_experts": st.integers(2, 4),
+            "attention_bias": st.booleans(),
+        }
+    ),
 }
 
 
@@ -72,8 +92,9 @@ def assert_same_folder(got: Path, expected: Path) -> None:
 def rewrite(folder: Path, dtypes: list[torch.dtype], **extra: torch.Tensor) -> None:
     """Give the tensors of a folder these dtypes in turn, the experts of a block one, and add others."""
     tensors = load_file(folder / hub.WEIGHTS)
-    kinds = sorted({EXPERT.sub("", key) for key in tensors})
-    tensors = {key: x.to(dtypes[kinds.index(EXPERT.sub("", key)) % len(dtypes)]) for key, x in tensors.items()}
+    kind = {key: EXPERT.sub("experts", key) for key in tensors}
+    kinds = sorted(set(kind.values()))
+    tensors = {key: x.to(dtypes[kinds.index(kind[key]) % len(dtypes)]) for key, x in tensors.items()}
     save_file({**tensors, **extra}, folder / hub.WEIGHTS, {"format": "pt"})
 
 
