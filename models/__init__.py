@@ -8,11 +8,12 @@ from replayssm.models.attention import Attention
 from replayssm.models.convert import convert
 from replayssm.models.hybrid import HybridLM
 from replayssm.models.loading import bundled
+from replayssm.models.mla import LatentAttention
 from replayssm.models.mlp import MLP
 from replayssm.models.moe import MoE
 from replayssm.models.tokenizer import ByteTokenizer
 
-__all__ = ["MLP", "Attention", "ByteTokenizer", "HybridLM", "MoE", "convert", "from_pretrained"]
+__all__ = ["MLP", "Attention", "ByteTokenizer", "HybridLM", "LatentAttention", "MoE", "convert", "from_pretrained"]
 
 
 def from_pretrained(

@@ -10,16 +10,18 @@ import torch
 from replayssm import ReplayGatedDeltaNet, ReplayKDA, ReplayLayer, ReplayMamba2
 from replayssm.checks import expect, expect_choice, expect_positive
 from replayssm.models.attention import Attention
+from replayssm.models.mla import LatentAttention
 from replayssm.models.mlp import MLP
 from replayssm.models.moe import MoE
 
 MODEL_TYPE = "replayssm_hybrid"
-Mixer: TypeAlias = ReplayLayer | Attention | MLP | MoE
+Mixer: TypeAlias = ReplayLayer | Attention | LatentAttention | MLP | MoE
 MIXERS: dict[str, Callable[..., Mixer]] = {
     "mamba2": ReplayMamba2,
     "gated_deltanet": ReplayGatedDeltaNet,
     "kda": ReplayKDA,
     "attention": Attention,
+    "mla": LatentAttention,
     "mlp": MLP,
     "moe": MoE,
 }

@@ -26,7 +26,7 @@ from typing import Any, Protocol, cast
 from torch import Tensor
 
 from replayssm.checks import expect, expect_exists
-from replayssm.models import mamba2, nemotron_h, state_spaces
+from replayssm.models import kimi_linear, mamba2, nemotron_h, qwen3_5, qwen3_next, state_spaces
 from replayssm.models.keys import Link
 
 Source = Mapping[str, Any]
@@ -46,8 +46,14 @@ class Family(Protocol):
 
 
 FAMILIES: dict[str, Family] = {
+    "kimi_linear": cast(Family, kimi_linear),
     "mamba2": cast(Family, mamba2),
     "nemotron_h": cast(Family, nemotron_h),
+    "qwen3_5": cast(Family, qwen3_5),
+    "qwen3_5_moe": cast(Family, qwen3_5),
+    "qwen3_5_moe_text": cast(Family, qwen3_5),
+    "qwen3_5_text": cast(Family, qwen3_5),
+    "qwen3_next": cast(Family, qwen3_next),
     "state-spaces": cast(Family, state_spaces),
 }
 

@@ -29,7 +29,7 @@ class Fields:
     """
 
     def __init__(self, family: str, source: Mapping[str, Any], harmless: Iterable[str] = ()):
-        self.where = f"Config ({family})"
+        self.family, self.where = family, f"Config ({family})"
         self._source, self._harmless, self._read = source, HARMLESS.union(harmless), set[str]()
 
     def __call__(self, name: str, default: Any = _MISSING) -> Any:

@@ -57,13 +57,24 @@ class Stacked:
     """One tensor of ours, whose first axis counts tensors of theirs (experts)."""
 
     def ours(self, theirs: Sequence[Tensor]) -> Sequence[Tensor]:
-        if len({tensor.dtype for tensor in theirs}) > 1:
-            raise ValueError("must be of one dtype")
         return [torch.stack(list(theirs))]
 
     def theirs(self, ours: Sequence[Tensor]) -> Sequence[Tensor]:
         (stacked,) = ours
         return stacked.unbind(0)
+
+
+class Reshaped:
+    """One tensor that has other axes there."""
+
+    def __init__(self, ours: Sequence[int], theirs: Sequence[int]):
+        self._ours, self._theirs = tuple(ours), tuple(theirs)
+
+    def ours(self, theirs: Sequence[Tensor]) -> Sequence[Tensor]:
+        return [theirs[0].reshape(self._ours)]
+
+    def theirs(self, ours: Sequence[Tensor]) -> Sequence[Tensor]:
+        return [ours[0].reshape(self._theirs)]
 
 
 class Link(NamedTuple):

@@ -39,7 +39,8 @@ class Stock:
         pytest.importorskip(module)
         configs = importlib.import_module(f"{module}.configuration_{self.family}")
         models = importlib.import_module(f"{module}.modeling_{self.family}")
-        settings = {"vocab_size": VOCAB, **self.settings, **(self.exact if dtype == torch.float64 else {}), **changed}
+        vocabulary = {} if "text_config" in self.settings else {"vocab_size": VOCAB}
+        settings = {**vocabulary, **self.settings, **(self.exact if dtype == torch.float64 else {}), **changed}
         model = getattr(models, self.model)(getattr(configs, self.config)(**settings))
         model.generation_config.eos_token_id = None
         with torch.no_grad():
@@ -47,8 +48,8 @@ class Stock:
             for name, parameter in model.named_parameters():
                 if parameter.ndim == 3 and "conv1d" not in name:  # experts: as the other projections
                     parameter.mul_(1.5 / math.sqrt(parameter.shape[-1]))
-            for i, buffer in enumerate(model.buffers()):
-                if buffer.is_floating_point() and buffer.ndim == 1:  # the router's correction
+            for i, (name, buffer) in enumerate(model.named_buffers()):
+                if name.endswith("e_score_correction_bias"):
                     buffer.copy_(draw(seed + i, *buffer.shape))
             model.get_input_embeddings().weight.copy_(draw(seed, *model.get_input_embeddings().weight.shape))
         model.set_experts_implementation("eager")  # the other one has no fp64
@@ -61,6 +62,24 @@ class Stock:
         return model
 
 
+QWEN = {
+    "hidden_size": 24,
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 7,
+    "linear_value_head_dim": 5,
+}
+QWEN_MIXTURE = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 5,
+    "shared_expert_intermediate_size": 7,
+}
 STOCK = {
     "mamba2": Stock(
         "mamba2",
@@ -147,6 +166,74 @@ STOCK = {
             "moe_intermediate_size": 12,
             "moe_shared_expert_intermediate_size": 10,
             "time_step_min": 0.3,
+        },
+    ),
+    "qwen3_5 text": Stock("qwen3_5", "Qwen3_5TextConfig", "Qwen3_5ForCausalLM", {**QWEN, "intermediate_size": 31}),
+    "qwen3_5": Stock(
+        "qwen3_5",
+        "Qwen3_5Config",
+        "Qwen3_5ForConditionalGeneration",
+        {
+            "tie_word_embeddings": True,
+            "text_config": {
+                **QWEN,
+                "vocab_size": VOCAB,
+                "intermediate_size": 31,
+                "linear_num_value_heads": 2,
+                "linear_conv_kernel_dim": 3,
+                "rms_norm_eps": 1e-3,
+                "attention_bias": True,
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": 100.0,
+                    "partial_rotary_factor": 0.75,
+                    "mrope_section": [1, 1, 1],
+                },
+            },
+            "vision_config": {
+                "depth": 1,
+                "hidden_size": 16,
+                "intermediate_size": 8,
+                "num_heads": 2,
+                "out_hidden_size": 24,
+                "num_position_embeddings": 16,
+                "patch_size": 4,
+            },
+        },
+    ),
+    "qwen3_5_moe text": Stock("qwen3_5_moe", "Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", {**QWEN, **QWEN_MIXTURE}),
+    "qwen3_next": Stock(
+        "qwen3_next",
+        "Qwen3NextConfig",
+        "Qwen3NextForCausalLM",
+        {**QWEN, **QWEN_MIXTURE, "intermediate_size": 31, "mlp_only_layers": [1], "norm_topk_prob": False},
+    ),
+    "kimi_linear": Stock(
+        "kimi_linear",
+        "KimiLinearConfig",
+        "KimiLinearForCausalLM",
+        {
+            "hidden_size": 24,
+            "num_hidden_layers": 3,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "num_attention_heads": 3,
+            "num_key_value_heads": 3,
+            "intermediate_size": 31,
+            "moe_intermediate_size": 5,
+            "v_head_dim": 5,
+            "qk_nope_head_dim": 4,
+            "qk_rope_head_dim": 3,
+            "kv_lora_rank": 7,
+            "num_experts": 6,
+            "num_experts_per_token": 2,
+            "num_shared_experts": 2,
+            "num_expert_group": 3,
+            "topk_group": 2,
+            "linear_num_heads": 3,
+            "linear_head_dim": 6,
+            "linear_conv_kernel_dim": 3,
+            "pad_token_id": None,
         },
     ),
 }

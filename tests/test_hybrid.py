@@ -14,6 +14,7 @@ from hybrids import (
     GATED_DELTANET,
     KDA,
     MAMBA2,
+    MLA,
     MLP,
     VOCAB,
     WINDOWED,
@@ -29,19 +30,36 @@ from hypothesis import strategies as st
 from oracles import linear, rms_norm, silu
 from refusals import assert_unchanged, refused, snapshot
 from test_attention import oracle as attention_oracle
+from test_mla import oracle as mla_oracle
+from test_moe import oracle as moe_oracle
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from replayssm import ReplayStateCache
 from replayssm.models import HybridLM
 
-ONE_OF_EACH = [MAMBA2, GATED_DELTANET, KDA, ATTENTION, WINDOWED, MLP, {**MLP, "activation": "relu2", "bias": True}]
+MOE = {"type": "moe", "hidden": 7, "num_experts": 5, "top_k": 2}
+ONE_OF_EACH = [
+    MAMBA2,
+    GATED_DELTANET,
+    KDA,
+    ATTENTION,
+    WINDOWED,
+    MLA,
+    MOE,
+    MLP,
+    {**MLP, "activation": "relu2", "bias": True},
+]
 
 
 def block_oracle(kind: str, mixer: torch.nn.Module, x: Tensor) -> Tensor:
     """What one mixer makes of x (batch, t, d_model), without the library."""
     if kind == "attention":
         return torch.stack([attention_oracle(mixer, row) for row in x])
+    if kind == "mla":
+        return torch.stack([mla_oracle(mixer, row) for row in x])
+    if kind == "moe":
+        return moe_oracle(mixer, x)
     if kind == "mlp":
         up = linear(x, mixer.up_proj)
         hidden = silu(linear(x, mixer.gate_proj)) * up if mixer.activation == "swiglu" else up.clamp(min=0) ** 2

@@ -4,7 +4,8 @@ import copy
 
 import pytest
 import torch
-from budgets import assert_e32, assert_e64, e32
+import torch.nn.functional as F
+from budgets import assert_e16, assert_e32, assert_e64, e32
 from draws import DEVICE, draw, seeds
 from hybrids import build as build_model
 from hybrids import config, token_ids
@@ -29,9 +30,9 @@ OPTIONS = [
 ]
 
 
-def build(seed: int = 0, dtype: torch.dtype = torch.float64, **options) -> MoE:
+def build(seed: int = 0, dtype: torch.dtype = torch.float64, d_model: int = D_MODEL, **options) -> MoE:
     settings = {"hidden": 5, "num_experts": 12, "top_k": 3, **options}
-    layer = MoE(D_MODEL, **settings, device=DEVICE, dtype=dtype)
+    layer = MoE(d_model, **settings, device=DEVICE, dtype=dtype)
     redraw(layer, seed)
     for buffer in layer.buffers():
         buffer.copy_(draw(seed + 1, *buffer.shape) / 4)
@@ -112,6 +113,34 @@ def test_every_way_of_computing_gives_the_same(options, t, seed):
         gathered = torch.einsum("nkd,nk->nd", experts._gathered(x, index), weights)
         assert_e64(gathered, exact, "gathered")
         assert_e64(experts._through_all(x, index, weights), exact, "all through all")
+
+
+@pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="this torch has grouped products on GPUs alone")
+@pytest.mark.parametrize("options", [OPTIONS[0], OPTIONS[4]], ids=str)
+def test_products_by_groups_give_the_same(options):
+    """In fp32, whose rows must be 16 bytes or several; one expert is hit by nobody."""
+    layer = build(**{**options, "hidden": 8, "latent": None}).float()
+    x, index = draw(1, 9, D_MODEL, dtype=torch.float32), draw(2, 9, 11).argsort(1)[:, :3]
+    weights = draw(3, 9, 3, dtype=torch.float32)
+    with torch.no_grad():
+        plain, exact = layer.experts(x, index, weights), layer.double().experts(x.double(), index, weights.double())
+        grouped = torch.einsum("nkd,nk->nd", layer.float().experts._sorted(x, index, grouped=True), weights)
+    assert_e32(grouped, exact, e32(plain, exact))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU: run with REPLAYSSM_TEST_DEVICE=cuda")
+@pytest.mark.parametrize("tokens", [1, 5, 300])
+def test_a_call_on_a_gpu_in_bf16_never_waits_and_equals_the_loop(tokens):
+    layer = build(dtype=torch.bfloat16, hidden=64, shared_hidden=32, shared_gate=True, d_model=128)
+    x, on_the_host = draw(1, tokens, 1, 128, dtype=torch.bfloat16), copy.deepcopy(layer).to("cpu")
+    with torch.no_grad():
+        layer(x)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = layer(x)
+        graph.replay()
+        assert_e16(y.cpu(), on_the_host(x.cpu()), oracle(copy.deepcopy(on_the_host).double(), x.cpu().double()))
 
 
 def test_gathered_weights_are_copied_in_pieces(monkeypatch):

@@ -1,0 +1,80 @@
+"""Links of the usual decoder: layers of a mixer and a feed-forward part, each behind a norm of its own.
+
+A layer is two blocks here. Mixtures of experts are stored in two ways, all experts in one tensor or each by itself.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from replayssm.models.keys import Link, Stacked, embeddings, mixer_keys, renamed
+
+# An entry of the config's layers, our prefix of its mixer, and the checkpoint's prefix of its layer -> links.
+PartLinks: TypeAlias = Callable[[Mapping[str, Any], str, str], Iterable[Link]]
+
+
+class StackedPairs:
+    """``gate_up_proj``: all experts, rows of the gate over those of up. Theirs are all gates, then all ups."""
+
+    def ours(self, theirs: Sequence[Tensor]) -> Sequence[Tensor]:
+        half = len(theirs) // 2
+        pairs = zip(theirs[:half], theirs[half:], strict=True)
+        return [torch.stack([torch.cat(pair) for pair in pairs])]
+
+    def theirs(self, ours: Sequence[Tensor]) -> Sequence[Tensor]:
+        gates, ups = ours[0].chunk(2, 1)
+        return [*gates.unbind(), *ups.unbind()]
+
+
+def decoder_links(
+    config: Mapping[str, Any], root: str, *, head_stored: bool, mixer: PartLinks, feed_forward: PartLinks
+) -> Iterator[Link]:
+    """Links of a whole model.
+
+    Args:
+        config: of the ``HybridLM``; its blocks are mixer and feed-forward part in turn.
+        root: prefix of the checkpoint's keys, with its dot; the head has none.
+        head_stored: the file holds the head also where it is tied.
+    """
+    yield from embeddings(f"{root}embed_tokens.weight", tied=config["tie_embeddings"], head_stored=head_stored)
+    yield Link(("norm.weight",), (f"{root}norm.weight",))
+    for i, block in enumerate(config["layers"]):
+        ours, theirs, first = f"layers.{i}.", f"{root}layers.{i // 2}.", i % 2 == 0
+        norm = "input_layernorm" if first else "post_attention_layernorm"
+        yield Link((f"{ours}norm.weight",), (f"{theirs}{norm}.weight",))
+        yield from (mixer if first else feed_forward)(block, f"{ours}mixer.", theirs)
+
+
+def same_names(d_model: int, block: Mapping[str, Any], ours: str, theirs: str) -> Iterator[Link]:
+    """Links of a part whose tensors have our names in the checkpoint, behind another prefix."""
+    yield from renamed(ours, theirs, mixer_keys(d_model, block))
+
+
+def mixture_links(
+    d_model: int,
+    block: Mapping[str, Any],
+    ours: str,
+    theirs: str,
+    *,
+    stacked: bool = False,
+    names: Sequence[str] = ("gate_proj", "up_proj", "down_proj"),
+    shared: str = "shared_expert",
+) -> Iterator[Link]:
+    """Links of a ``MoE`` with gated experts.
+
+    Args:
+        stacked: the checkpoint holds ``experts.gate_up_proj`` and ``experts.down_proj`` as we do.
+        names: else what it calls the projections of an expert: gate, up, down.
+        shared: what it calls the shared expert.
+    """
+    count = range(block["num_experts"])
+    gate, up, down = ([f"{theirs}experts.{i}.{name}.weight" for i in count] for name in names)
+    for name in mixer_keys(d_model, block):
+        if stacked or not name.startswith("experts."):
+            yield Link((ours + name,), (theirs + name.replace("shared_expert.", f"{shared}."),))
+        elif name == "experts.down_proj":
+            yield Link((ours + name,), tuple(down), Stacked())
+        else:
+            yield Link((ours + name,), (*gate, *up), StackedPairs())
