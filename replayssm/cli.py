@@ -118,8 +118,8 @@ def _generate(options: argparse.Namespace) -> int:
     model, tokenizer = from_pretrained(options.model, device=_device(options.device), dtype=dtype)
     if tokenizer is None:
         raise ValueError(
-            f"--model must have a tokenizer.json, or a config.json that names a tokenizer; got {options.model} without. "
-            "Add one."
+            f"--model must have a tokenizer.json, or a config.json that names a tokenizer; got {options.model}, which "
+            "has neither. Add one."
         )
     if sum(parameter.numel() for parameter in model.parameters()) < SMALL:
         torch.set_num_threads(1)  # the bundled model, two busy cores: 48 tokens/s, and 2.7 with two threads
