@@ -33,7 +33,7 @@ DTYPES = {
 }
 _REQUIRED = ("model_type", "vocab_size", "d_model", "tie_embeddings", "norm_eps", "layers")
 _FLAGS = ("norm_plus_one", "residual_fp32")  # false unless given
-_OPTIONAL = ("tokenizer", "dtype", "used_vocab_size", *_FLAGS, "source")
+_OPTIONAL = ("tokenizer", "dtype", "used_vocab_size", "mtp", *_FLAGS, "source")
 _BY_THE_MODEL = ("d_model", "device", "dtype")  # constructor arguments that no entry of layers gives
 
 
@@ -82,20 +82,27 @@ def check_config(config: dict[str, Any]) -> None:
             config["vocab_size"] >= 256,
             f"HybridLM: vocab_size must be at least 256 for the bytes tokenizer; got {config['vocab_size']}. Widen it.",
         )
-    expect(
-        isinstance(layers, list) and len(layers) > 0,
-        f"HybridLM: layers must be a list with at least one entry; got {layers!r}. Describe each block by a dict.",
-    )
+    _check_blocks("layers", layers)
+    if "mtp" in config:
+        _check_blocks("mtp", config["mtp"])
+
+
+def _check_blocks(where: str, layers: object) -> None:
+    """Refuse a list of blocks that is not understood to the last key."""
+    if not isinstance(layers, list) or not layers:
+        raise ValueError(
+            f"HybridLM: {where} must be a list with at least one entry; got {layers!r}. Describe each block by a dict."
+        )
     for i, entry in enumerate(layers):
         known = isinstance(entry, dict) and isinstance(entry.get("type"), str) and entry["type"] in MIXERS
         expect(
             known,
-            f'HybridLM: layers[{i}] must be a dict with "type" one of {", ".join(MIXERS)}; got {entry!r}. Choose one.',
+            f'HybridLM: {where}[{i}] must be a dict with "type" one of {", ".join(MIXERS)}; got {entry!r}. Choose one.',
         )
         parameters = inspect.signature(MIXERS[entry["type"]]).parameters
         allowed = ["type", *(name for name in parameters if name not in _BY_THE_MODEL)]
         required = ["type", *(name for name in allowed[1:] if parameters[name].default is inspect.Parameter.empty)]
-        what = f"layers[{i}] ({entry['type']})"
+        what = f"{where}[{i}] ({entry['type']})"
         _check_keys(what, entry, required, allowed)
         for name in entry.keys() - {"type"}:
             hint = parameters[name].annotation

@@ -40,8 +40,26 @@ def decoder_links(
     """
     yield from embeddings(f"{root}embed_tokens.weight", tied=config["tie_embeddings"], head_stored=head_stored)
     yield Link(("norm.weight",), (f"{root}norm.weight",))
-    for i, block in enumerate(config["layers"]):
-        ours, theirs, first = f"layers.{i}.", f"{root}layers.{i // 2}.", i % 2 == 0
+    yield from _layer_links(config["layers"], "", root, mixer, feed_forward)
+
+
+def mtp_links(config: Mapping[str, Any], *, mixer: PartLinks, feed_forward: PartLinks) -> Iterator[Link]:
+    """Links of an ``MTPDecoder``, with the names of Qwen3-Next."""
+    yield from renamed("mtp.", "mtp.", [f"{name}.weight" for name in ("fc", "norm")])
+    yield from renamed("mtp.", "mtp.", [f"pre_fc_norm_{name}.weight" for name in ("embedding", "hidden")])
+    yield from _layer_links(config["mtp"], "mtp.", "mtp.", mixer, feed_forward)
+
+
+def has_mtp(stored: Iterable[str]) -> bool:
+    """Whether the keys of a file are those of an ``MTPDecoder``: of one layer."""
+    return {key.split(".")[2] for key in stored if key.startswith("mtp.layers.")} == {"0"}
+
+
+def _layer_links(
+    blocks: Sequence[Mapping[str, Any]], ours_root: str, theirs_root: str, mixer: PartLinks, feed_forward: PartLinks
+) -> Iterator[Link]:
+    for i, block in enumerate(blocks):
+        ours, theirs, first = f"{ours_root}layers.{i}.", f"{theirs_root}layers.{i // 2}.", i % 2 == 0
         norm = "input_layernorm" if first else "post_attention_layernorm"
         yield Link((f"{ours}norm.weight",), (f"{theirs}{norm}.weight",))
         yield from (mixer if first else feed_forward)(block, f"{ours}mixer.", theirs)

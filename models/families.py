@@ -76,15 +76,19 @@ def adopt(where: str, source: Source, stored: Mapping[str, Tensor]) -> dict[str,
         source: the content of the checkpoint's config.json.
         stored: key -> tensor on meta, of the checkpoint's files.
     """
-    family = family_of(where, source)
-    layout = family.read_layout(source, stored)
-    return {**family.read_config(source), "source": {"config": dict(source), "layout": layout}}
+    layout = family_of(where, source).read_layout(source, stored)
+    return {**_config(where, source, layout), "source": {"config": dict(source), "layout": layout}}
 
 
 def unused(source: Source, stored: Mapping[str, Tensor]) -> list[str]:
     """Keys of a checkpoint that the model of its family has no place for."""
-    patterns = family_of("HybridLM", source).UNUSED
-    return [key for key in stored if any(re.match(pattern, key) for pattern in patterns)]
+    family = family_of("HybridLM", source)
+    has_head = family.read_layout(source, stored).get("mtp", False)
+    return [
+        key
+        for key in stored
+        if any(re.match(pattern, key) for pattern in family.UNUSED) and not (has_head and key.startswith("mtp."))
+    ]
 
 
 def links_of(where: str, config: Mapping[str, Any]) -> list[Link]:
@@ -99,8 +103,7 @@ def links_of(where: str, config: Mapping[str, Any]) -> list[Link]:
         "names in another library.",
     )
     source, layout = config["source"]["config"], config["source"]["layout"]
-    family = family_of(where, source)
-    own = family.read_config(source)
+    own = _config(where, source, layout)
     changed = sorted(
         key for key in (own.keys() | config.keys()) - {"source", "dtype"} if own.get(key) != config.get(key)
     )
@@ -109,4 +112,10 @@ def links_of(where: str, config: Mapping[str, Any]) -> list[Link]:
         f"{where}: config must be that of the checkpoint it came from; got other values of {', '.join(changed)}. "
         "The family has no way to say them.",
     )
-    return list(family.links(source, layout))
+    return list(family_of(where, source).links(source, layout))
+
+
+def _config(where: str, source: Source, layout: Mapping[str, Any]) -> dict[str, Any]:
+    """That of the ``HybridLM``, without a head that the file does not have: transformers drops it."""
+    config = family_of(where, source).read_config(source)
+    return config if layout.get("mtp", False) else {key: value for key, value in config.items() if key != "mtp"}

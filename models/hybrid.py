@@ -10,48 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from replayssm import ReplayStateCache, hub
-from replayssm.cache.step import ModuleState, StatefulModule
 from replayssm.checks import expect, expect_integers, expect_shape, readable, refuse_grad
 from replayssm.drafters import MTPHead
-from replayssm.layers.norm import RMSNorm, widened
-from replayssm.models.config import DTYPES, MIXERS, Mixer, check_config
+from replayssm.layers.norm import widened
+from replayssm.models.block import Block, new_block, new_norm
+from replayssm.models.config import DTYPES, check_config
 from replayssm.models.loading import Checkpoint, expect_fit, fill, stored
+from replayssm.models.mtp import MTPDecoder
 
 _OUTPUTS = ("out_proj", "o_proj", "down_proj")  # the projection of each mixer that writes into the residual stream
 _HEAD = "lm_head.weight"
 _MTP = "mtp."  # keys of the head for drafts, which has a file of its own
-
-
-class Block(nn.Module):
-    """One residual block: x + mixer(norm(x)). The mixer gets ``dtype``; None is that of x."""
-
-    def __init__(self, norm: RMSNorm, mixer: Mixer):
-        super().__init__()
-        self.norm, self.mixer = norm, mixer
-        self.stateful = issubclass(type(mixer), StatefulModule)
-
-    def reset_parameters(self) -> None:
-        """Draw every parameter anew, in place."""
-        self.norm.reset_parameters()
-        self.mixer.reset_parameters()
-
-    def forward(
-        self,
-        x: Tensor,
-        state: ModuleState | None = None,
-        *,
-        dtype: torch.dtype | None = None,
-        attention_mask: Tensor | None = None,
-        rows: Tensor | None = None,
-        parents: Tensor | None = None,
-    ) -> Tensor:
-        """(batch, t, d_model) -> same; the other arguments as for ``HybridLM``."""
-        normed = self.norm(x).to(x.dtype if dtype is None else dtype)
-        if not self.stateful:
-            return x + self.mixer(normed)
-        if state is None:
-            return x + self.mixer(normed, attention_mask=attention_mask)
-        return x + self.mixer(normed, state, attention_mask=attention_mask, rows=rows, parents=parents)
 
 
 class HybridLM(nn.Module):
@@ -62,6 +31,7 @@ class HybridLM(nn.Module):
             norm_eps, and layers, a list of {"type": ..., and the constructor arguments of that type}; types are the
             keys of ``MIXERS``. Optional: tokenizer "bytes"; dtype, the name of the dtype to compute in; norm_plus_one,
             the norms between blocks multiply by 1 + weight; residual_fp32, the sum of the blocks is at least in fp32;
+            mtp, a list as layers of the blocks of a head for further tokens (``MTPDecoder``);
             used_vocab_size, where further rows of the embedding only pad it; source, the checkpoint of another library
             that the model came from (see ``families.py``).
         dtype: of the parameters; None is the config's, else torch's default.
@@ -84,7 +54,7 @@ class HybridLM(nn.Module):
         super().__init__()
         check_config(config)
         self.config = copy.deepcopy(config)
-        self.mtp: MTPHead | None = None
+        self.mtp: MTPHead | MTPDecoder | None = None
         self.not_loaded: list[str] = []
         dtype = DTYPES[config["dtype"]] if dtype is None and "dtype" in config else dtype
         d_model = config["d_model"]
@@ -92,14 +62,11 @@ class HybridLM(nn.Module):
         self.embed = nn.Embedding(config["vocab_size"], d_model, _weight=weight)
         self.layers = nn.ModuleList()
         for i, entry in enumerate(config["layers"]):
-            arguments = {key: value for key, value in entry.items() if key != "type"}
-            try:
-                mixer = MIXERS[entry["type"]](d_model, **arguments, device=device, dtype=dtype)
-            except ValueError as error:
-                raise ValueError(f"HybridLM: layers[{i}]: {error}") from error
-            self.layers.append(Block(self._new_norm(device, dtype), mixer))
-        self.norm = self._new_norm(device, dtype)
+            self.layers.append(new_block(f"layers[{i}]", config, entry, device, dtype))
+        self.norm = new_norm(config, device, dtype)
         self.lm_head = nn.Linear(d_model, config["vocab_size"], bias=False, device=device, dtype=dtype)
+        if "mtp" in config:
+            self.mtp = MTPDecoder(config, device=device, dtype=dtype)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -114,6 +81,8 @@ class HybridLM(nn.Module):
             if not weight.is_meta:  # nothing to draw there; torch would import its compiler for the shapes
                 nn.init.normal_(weight, std=0.02)
         self.norm.reset_parameters()
+        if isinstance(self.mtp, MTPDecoder):
+            self.mtp.reset_parameters()
         for block in self._blocks():
             block.reset_parameters()
             for name, child in block.mixer.named_children():
@@ -144,10 +113,10 @@ class HybridLM(nn.Module):
                 -1 for the last committed token. A node follows what is committed and its ancestors, and no other node;
                 ``cache.commit`` then names a path. Needs t <= step_tokens and no attention_mask.
             logits_to_keep: columns, counted from the right, that get logits; 0 is all.
-            return_hidden: also return what the head was given, for ``mtp``.
+            return_hidden: also return what the head is given, for ``mtp``.
 
         Returns:
-            (batch, t or logits_to_keep, vocab_size); with ``return_hidden`` also (batch, t or logits_to_keep, d_model).
+            (batch, t or logits_to_keep, vocab_size); with ``return_hidden`` also (batch, t, d_model), for all columns.
         """
         self._check_call(ids, cache, rows, parents, logits_to_keep)
         if cache is not None:
@@ -163,11 +132,12 @@ class HybridLM(nn.Module):
             x = widened(x)
         for block, state in zip(self._blocks(), states, strict=True):
             x = block(x, state, dtype=dtype, attention_mask=attention_mask, rows=rows, parents=parents)
-        hidden = self.norm(x[:, -logits_to_keep:]).to(dtype)
-        return (self.lm_head(hidden), hidden) if return_hidden else self.lm_head(hidden)
+        hidden = self.norm(x if return_hidden else x[:, -logits_to_keep:]).to(dtype)
+        logits = self.lm_head(hidden[:, -logits_to_keep:])
+        return (logits, hidden) if return_hidden else logits
 
     def save_pretrained(self, folder: str | os.PathLike[str], dtype: torch.dtype | None = None) -> None:
-        """Write config.json, model.safetensors and, with a head for drafts, mtp.safetensors.
+        """Write config.json, model.safetensors and, with an ``MTPHead``, mtp.safetensors.
 
         The config names the dtype the model computes in.
 
@@ -176,7 +146,9 @@ class HybridLM(nn.Module):
             dtype: of the file, None for that of each parameter. A_log, dt_bias, D and norm weights keep theirs.
         """
         config = {**self.config, "dtype": str(self.embed.weight.dtype).removeprefix("torch.")}
-        head = None if self.mtp is None else stored(self.mtp.state_dict(), dtype)
+        if not isinstance(self.mtp, MTPDecoder):
+            config.pop("mtp", None)
+        head = stored(self.mtp.state_dict(), dtype) if isinstance(self.mtp, MTPHead) else None
         hub.write_folder(Path(folder), config, stored(self.own_tensors(), dtype), head)
 
     def save_mtp(self, file: str | os.PathLike[str], dtype: torch.dtype | None = None) -> None:
@@ -185,9 +157,10 @@ class HybridLM(nn.Module):
         Args:
             dtype: of the file, None for that of each parameter; norm weights keep theirs.
         """
-        if self.mtp is None:
+        if not isinstance(self.mtp, MTPHead):
             raise ValueError(
-                "HybridLM.save_mtp: mtp must be an MTPHead; got None. Give the model one: model.mtp = MTPHead(...)."
+                f"HybridLM.save_mtp: mtp must be an MTPHead; got {type(self.mtp).__name__}. Give the model one: "
+                "model.mtp = MTPHead(...). A checkpoint's own head is saved with the model."
             )
         hub.write_weights(Path(file), stored(self.mtp.state_dict(), dtype))
 
@@ -262,15 +235,13 @@ class HybridLM(nn.Module):
         return model.eval()
 
     def own_tensors(self) -> dict[str, Tensor]:
-        """The tensors of model.safetensors: without a head for drafts, and the tied one once."""
-        tensors = {key: tensor for key, tensor in self.state_dict().items() if not key.startswith(_MTP)}
+        """The tensors of model.safetensors: a head for drafts only where the config has it, and the tied one once."""
+        tensors = self.state_dict()
+        if not isinstance(self.mtp, MTPDecoder):
+            tensors = {key: tensor for key, tensor in tensors.items() if not key.startswith(_MTP)}
         if self.config["tie_embeddings"]:
             del tensors[_HEAD]
         return tensors
-
-    def _new_norm(self, device: torch.device | str | None, dtype: torch.dtype | None) -> RMSNorm:
-        eps, plus_one = self.config["norm_eps"], self.config.get("norm_plus_one", False)
-        return RMSNorm(self.config["d_model"], eps=eps, plus_one=plus_one, device=device, dtype=dtype)
 
     def _blocks(self) -> Iterable[Block]:
         return cast(Iterable[Block], self.layers)

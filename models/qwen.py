@@ -23,12 +23,12 @@ def model_config(field: Fields) -> dict[str, Any]:
     }
 
 
-def mixers(field: Fields) -> list[dict[str, Any]]:
-    """The first block of each decoder layer."""
+def kinds_of_mixer(field: Fields) -> dict[str, dict[str, Any]]:
+    """The first block of a decoder layer of each kind."""
     eps = field("rms_norm_eps", 1e-6)
     headdim = field("head_dim", 256)
     field.only("attn_output_gate", True)
-    kinds = {
+    return {
         LINEAR: {
             "type": "gated_deltanet",
             "nheads": field("linear_num_value_heads", 32),
@@ -50,7 +50,6 @@ def mixers(field: Fields) -> list[dict[str, Any]]:
             "bias": field("attention_bias", False),
         },
     }
-    return [dict(kinds[kind]) for kind in _layer_types(field)]
 
 
 def mixture(field: Fields) -> dict[str, Any]:
@@ -77,7 +76,8 @@ def _rotary(field: Fields, headdim: int) -> dict[str, Any]:
     return {"rope_theta": theta, "rotary_dim": int(headdim * share)}
 
 
-def _layer_types(field: Fields) -> list[str]:
+def layer_types(field: Fields) -> list[str]:
+    """The kind of each decoder layer."""
     number, interval = field("num_hidden_layers"), field("full_attention_interval", 4)
     kinds = field("layer_types", None)
     if kinds is None:

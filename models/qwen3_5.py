@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import Tensor
 
-from replayssm.models.decoder import decoder_links, mixture_links, same_names
+from replayssm.models.decoder import decoder_links, has_mtp, mixture_links, mtp_links, same_names
 from replayssm.models.fields import Fields
 from replayssm.models.keys import Link
-from replayssm.models.qwen import mixers, mixture, model_config
+from replayssm.models.qwen import FULL, kinds_of_mixer, layer_types, mixture, model_config
 
 UNUSED: tuple[str, ...] = (r"model\.visual\.", r"visual\.", r"mtp\.")
 # Of other modalities and of drafts; how another library stores the recurrent state; training.
@@ -118,10 +118,13 @@ def read_layout(source: Mapping[str, Any], stored: Mapping[str, Tensor]) -> dict
         found = re.match(r"((?:model\.|language_model\.)*)(?:layers|embed_tokens)\.", key)
         if found is not None:
             prefix = found[1]
+    stacked = [key for key in stored if key.endswith("experts.gate_up_proj")]
     return {
         "prefix": prefix,
         "head_stored": "lm_head.weight" in stored,
-        "experts_stacked": any(key.startswith(prefix) and key.endswith("experts.gate_up_proj") for key in stored),
+        "experts_stacked": any(key.startswith(prefix) for key in stacked),
+        "mtp": has_mtp(stored),
+        "mtp_experts_stacked": any(key.startswith("mtp.") for key in stacked),
     }
 
 
@@ -135,12 +138,14 @@ def links(source: Mapping[str, Any], layout: Mapping[str, Any]) -> Iterator[Link
 
     def feed_forward(block: Mapping[str, Any], ours: str, theirs: str) -> Iterator[Link]:
         if block["type"] == "moe":
-            return mixture_links(d_model, block, ours, f"{theirs}mlp.", stacked=layout["experts_stacked"])
+            stacked = layout["mtp_experts_stacked" if ours.startswith("mtp.") else "experts_stacked"]
+            return mixture_links(d_model, block, ours, f"{theirs}mlp.", stacked=stacked)
         return same_names(d_model, block, ours, f"{theirs}mlp.")
 
-    return decoder_links(
-        config, layout["prefix"], head_stored=layout["head_stored"], mixer=mixer, feed_forward=feed_forward
-    )
+    root, head_stored = layout["prefix"], layout["head_stored"]
+    yield from decoder_links(config, root, head_stored=head_stored, mixer=mixer, feed_forward=feed_forward)
+    if layout["mtp"]:
+        yield from mtp_links(config, mixer=mixer, feed_forward=feed_forward)
 
 
 def _read_text(source: Mapping[str, Any]) -> dict[str, Any]:
@@ -153,6 +158,8 @@ def _read_text(source: Mapping[str, Any]) -> dict[str, Any]:
         feed_forward = mixture(field)
     else:
         feed_forward = {"type": "mlp", "hidden": field("intermediate_size")}
-    config["layers"] = [block for mixer in mixers(field) for block in (mixer, dict(feed_forward))]
+    mixers = kinds_of_mixer(field)
+    config["layers"] = [dict(block) for kind in layer_types(field) for block in (mixers[kind], feed_forward)]
+    config["mtp"] = [dict(mixers[FULL]), dict(feed_forward)]
     field.done()
     return config

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from replayssm.models.decoder import decoder_links, mixture_links, same_names
+from replayssm.models.decoder import decoder_links, has_mtp, mixture_links, mtp_links, same_names
 from replayssm.models.fields import Fields
 from replayssm.models.keys import Link, mixer_keys
-from replayssm.models.qwen import mixers, mixture, model_config
+from replayssm.models.qwen import FULL, kinds_of_mixer, layer_types, mixture, model_config
 
 UNUSED: tuple[str, ...] = (r"mtp\.",)
 PUBLISHED: dict[str, dict[str, Any]] = {
@@ -74,16 +74,18 @@ def read_config(source: Mapping[str, Any]) -> dict[str, Any]:
     sparse = {**mixture(field), "normalize": field("norm_topk_prob", True)}
     dense = {"type": "mlp", "hidden": field("intermediate_size")}
     step, dense_layers = field("decoder_sparse_step", 1), field("mlp_only_layers", None) or []
+    mixers = kinds_of_mixer(field)
     config["layers"] = []
-    for i, mixer in enumerate(mixers(field)):
+    for i, kind in enumerate(layer_types(field)):
         is_sparse = i not in dense_layers and sparse["num_experts"] > 0 and (i + 1) % step == 0
-        config["layers"] += [mixer, dict(sparse if is_sparse else dense)]
+        config["layers"] += [dict(mixers[kind]), dict(sparse if is_sparse else dense)]
+    config["mtp"] = [dict(mixers[FULL]), sparse]
     field.done()
     return config
 
 
 def read_layout(source: Mapping[str, Any], stored: Mapping[str, Tensor]) -> dict[str, Any]:
-    return {"head_stored": "lm_head.weight" in stored}
+    return {"head_stored": "lm_head.weight" in stored, "mtp": has_mtp(stored)}
 
 
 def links(source: Mapping[str, Any], layout: Mapping[str, Any]) -> Iterator[Link]:
@@ -99,7 +101,10 @@ def links(source: Mapping[str, Any], layout: Mapping[str, Any]) -> Iterator[Link
         links_of = mixture_links if block["type"] == "moe" else same_names
         return links_of(d_model, block, ours, f"{theirs}mlp.")
 
-    return decoder_links(config, "model.", head_stored=layout["head_stored"], mixer=mixer, feed_forward=feed_forward)
+    head_stored = layout["head_stored"]
+    yield from decoder_links(config, "model.", head_stored=head_stored, mixer=mixer, feed_forward=feed_forward)
+    if layout["mtp"]:
+        yield from mtp_links(config, mixer=mixer, feed_forward=feed_forward)
 
 
 def _gated_deltanet(d_model: int, block: Mapping[str, Any], ours: str, theirs: str) -> Iterator[Link]:
