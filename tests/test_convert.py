@@ -121,7 +121,7 @@ def test_a_model_that_was_trained_goes_back_with_its_new_numbers(tmp_path: Path,
 
 def test_rc33_what_has_no_place_is_listed_and_carried_along(tmp_path: Path) -> None:
     STOCK["nemotron_h"].write(tmp_path / "source")
-    extra = {"mtp.layers.0.eh_proj.weight": draw(1, 24, 48).bfloat16(), "mtp.layers.0.enorm.weight": draw(2, 24)}
+    extra = {"mtp.other.weight": draw(1, 24, 48).bfloat16(), "mtp.bias": draw(2, 24)}
     rewrite(tmp_path / "source", [torch.float32], **extra)
     (tmp_path / "source" / "generation_config.json").write_text('{"eos_token_id": [2, 11]}')
     model, _ = from_pretrained(tmp_path / "source")
