@@ -4,6 +4,7 @@ import os
 
 import torch
 
+from replayssm import hub
 from replayssm.models.attention import Attention
 from replayssm.models.convert import convert
 from replayssm.models.hybrid import HybridLM
@@ -12,8 +13,19 @@ from replayssm.models.mla import LatentAttention
 from replayssm.models.mlp import MLP
 from replayssm.models.moe import MoE
 from replayssm.models.tokenizer import ByteTokenizer
+from replayssm.models.tokenizer_file import TOKENIZER, FileTokenizer, ends
 
-__all__ = ["MLP", "Attention", "ByteTokenizer", "HybridLM", "LatentAttention", "MoE", "convert", "from_pretrained"]
+__all__ = [
+    "MLP",
+    "Attention",
+    "ByteTokenizer",
+    "FileTokenizer",
+    "HybridLM",
+    "LatentAttention",
+    "MoE",
+    "convert",
+    "from_pretrained",
+]
 
 
 def from_pretrained(
@@ -22,7 +34,7 @@ def from_pretrained(
     revision: str | None = None,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
-) -> tuple[HybridLM, ByteTokenizer | None]:
+) -> tuple[HybridLM, ByteTokenizer | FileTokenizer | None]:
     """A pretrained model in eval mode, and its tokenizer.
 
     Args:
@@ -34,11 +46,17 @@ def from_pretrained(
             precision of the file where it is higher.
 
     Returns:
-        The model and its tokenizer, or None where there is none.
+        The model and its tokenizer, or None where there is none. That of a tokenizer.json needs the extra
+        ``tokenizers`` at its first use.
 
     Raises:
         FileNotFoundError, ValueError: the folder holds no complete model, or there is no such repository.
         NotImplementedError: a family, or a setting of one, that is not known.
     """
-    model = HybridLM.from_pretrained(bundled(name), revision=revision, device=device, dtype=dtype)
-    return model, ByteTokenizer() if model.config.get("tokenizer") == "bytes" else None
+    where = "HybridLM.from_pretrained"
+    place = hub.find_folder(where, bundled(name), revision)
+    model = HybridLM.from_place(place, device=device, dtype=dtype)
+    if model.config.get("tokenizer") == "bytes":
+        return model, ByteTokenizer()
+    file = place.fetch(TOKENIZER)
+    return model, None if file is None else FileTokenizer(file, eos=ends(where, place, model.config))

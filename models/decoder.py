@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from replayssm.models.keys import Link, Stacked, embeddings, expect_one_dtype, mixer_keys, renamed
+from replayssm.models.keys import Link, Stacked, embeddings, mixer_keys, renamed
 
 # An entry of the config's layers, our prefix of its mixer, and the checkpoint's prefix of its layer -> links.
 PartLinks: TypeAlias = Callable[[Mapping[str, Any], str, str], Iterable[Link]]
@@ -19,7 +19,6 @@ class StackedPairs:
     """``gate_up_proj``: all experts, rows of the gate over those of up. Theirs are all gates, then all ups."""
 
     def ours(self, theirs: Sequence[Tensor]) -> Sequence[Tensor]:
-        expect_one_dtype(theirs)
         half = len(theirs) // 2
         pairs = zip(theirs[:half], theirs[half:], strict=True)
         return [torch.stack([torch.cat(pair) for pair in pairs])]

@@ -209,9 +209,15 @@ class HybridLM(nn.Module):
                 key that does not fit is listed.
             NotImplementedError: a family, or a setting of one, that is not known.
         """
-        where = "HybridLM.from_pretrained"
-        place = hub.find_folder(where, folder, revision)
-        checkpoint = Checkpoint(where, place)
+        place = hub.find_folder("HybridLM.from_pretrained", folder, revision)
+        return cls.from_place(place, device=device, dtype=dtype)
+
+    @classmethod
+    def from_place(
+        cls, place: hub.Folder, *, device: torch.device | str | None, dtype: torch.dtype | None
+    ) -> "HybridLM":
+        """``from_pretrained`` of a folder that has been found."""
+        checkpoint = Checkpoint("HybridLM.from_pretrained", place)
         check_config(checkpoint.config)
         if dtype is None and "dtype" not in checkpoint.config:
             dtype = checkpoint.embedding_dtype()

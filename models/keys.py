@@ -57,7 +57,6 @@ class Stacked:
     """One tensor of ours, whose first axis counts tensors of theirs (experts)."""
 
     def ours(self, theirs: Sequence[Tensor]) -> Sequence[Tensor]:
-        expect_one_dtype(theirs)
         return [torch.stack(list(theirs))]
 
     def theirs(self, ours: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -84,12 +83,6 @@ class Link(NamedTuple):
     ours: tuple[str, ...]
     theirs: tuple[str, ...]
     form: Form = Same()
-
-
-def expect_one_dtype(tensors: Sequence[Tensor]) -> None:
-    """Refuse what would be rounded or widened when it is put together."""
-    if len({tensor.dtype for tensor in tensors}) > 1:
-        raise ValueError("must be of one dtype")
 
 
 def mixer_keys(d_model: int, block: Mapping[str, Any]) -> list[str]:

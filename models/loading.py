@@ -127,7 +127,10 @@ class Checkpoint:
             ValueError: the file's tensors contradict each other.
         """
         try:
-            return list(link.form.ours([self.weights.read(key) for key in link.theirs]))
+            theirs = [self.weights.read(key) for key in link.theirs]
+            if len(link.ours) < len(theirs) and len({tensor.dtype for tensor in theirs}) > 1:
+                raise ValueError("must be of one dtype")  # joined, they would take the widest
+            return list(link.form.ours(theirs))
         except ValueError as error:
             names = ", ".join(link.theirs[:4]) + (", ..." if len(link.theirs) > 4 else "")
             raise ValueError(

@@ -17,9 +17,9 @@ HARMLESS = [
     *("expand", "time_step_limit", "time_step_max", "time_step_floor", "time_step_rank"),
     *("rope_theta", "rope_parameters", "partial_rotary_factor"),
     *("mamba_ssm_cache_dtype", "use_mamba_kernels", "moe_shared_expert_overlap"),
-    *("num_nextn_predict_layers", "mtp_layers_block_type", "mtp_hybrid_override_pattern"),
 ]
 PATTERN = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
+MTP_NAMES = ("mtp_hybrid_override_pattern", "mtp_layers_block_type")
 OTHER_NAMES = {"linear_attention": "mamba", "full_attention": "attention"}
 
 _COMMON: dict[str, Any] = {
@@ -103,15 +103,27 @@ def read_config(source: Mapping[str, Any]) -> dict[str, Any]:
         "norm_eps": eps,
         "residual_fp32": field("residual_in_fp32", False),
         **field.dtype(),
-        "layers": [dict(blocks[kind]) for kind in _kinds(field)],
+        "layers": [dict(blocks[kind]) for kind in _kinds(field, "hybrid_override_pattern", "layers_block_type")],
+        "mtp": [dict(blocks[kind]) for kind in _kinds(field, *MTP_NAMES, default=["attention", "moe"])],
     }
+    number, known = field("num_hidden_layers", None), len(config["layers"])
+    expect(
+        number is None or number == known,
+        f"{field.where}: num_hidden_layers must be the {known} of the pattern; got {number}. Use the config.json that "
+        "came with the weights.",
+    )
+    field.only("num_nextn_predict_layers", 0, 1)
     field.done()
     return config
 
 
 def read_layout(source: Mapping[str, Any], stored: Mapping[str, Tensor]) -> dict[str, Any]:
     renamed = any(key.startswith("model.") for key in stored)  # as transformers names them in memory
-    return {"prefix": "model." if renamed else "backbone.", "head_stored": "lm_head.weight" in stored}
+    return {
+        "prefix": "model." if renamed else "backbone.",
+        "head_stored": "lm_head.weight" in stored,
+        "mtp": any(key.startswith("mtp.layers.") for key in stored),
+    }
 
 
 def links(source: Mapping[str, Any], layout: Mapping[str, Any]) -> Iterator[Link]:
@@ -123,6 +135,22 @@ def links(source: Mapping[str, Any], layout: Mapping[str, Any]) -> Iterator[Link
         yield from renamed(ours, theirs, ["norm.weight"])
         yield from block_links(config["d_model"], block, f"{ours}mixer.", f"{theirs}mixer.")
     yield Link(("norm.weight",), (f"{root}norm_f.weight",))
+    if layout["mtp"]:
+        yield from _mtp_links(config)
+
+
+def _mtp_links(config: Mapping[str, Any]) -> Iterator[Link]:
+    """Links of the head for further tokens; what is around its blocks is stored with the first and the last one."""
+    blocks = config["mtp"]
+    for i, block in enumerate(blocks):
+        ours = theirs = f"mtp.layers.{i}."
+        yield from renamed(ours, theirs, ["norm.weight"])
+        yield from block_links(config["d_model"], block, f"{ours}mixer.", f"{theirs}mixer.")
+    first, last = "mtp.layers.0.", f"mtp.layers.{len(blocks) - 1}."
+    yield Link(("mtp.pre_fc_norm_embedding.weight",), (f"{first}enorm.weight",))
+    yield Link(("mtp.pre_fc_norm_hidden.weight",), (f"{first}hnorm.weight",))
+    yield Link(("mtp.fc.weight",), (f"{first}eh_proj.weight",))
+    yield Link(("mtp.norm.weight",), (f"{last}final_layernorm.weight",))
 
 
 def block_links(d_model: int, block: Mapping[str, Any], ours: str, theirs: str) -> Iterator[Link]:
@@ -185,27 +213,16 @@ def _moe(field: Fields) -> dict[str, Any]:
     }
 
 
-def _kinds(field: Fields) -> list[str]:
-    """The kind of each block, however the file spells the pattern."""
-    pattern, kinds = field("hybrid_override_pattern", None), field("layers_block_type", None)
+def _kinds(field: Fields, letters: str, names: str, default: list[str] | None = None) -> list[str]:
+    """The kind of each block, however the file spells them: as a text, one letter each, or as a list."""
+    pattern, kinds = field(letters, None), field(names, None)
     if kinds is None:
-        unknown = sorted(set(pattern or "") - PATTERN.keys())
-        expect(
-            pattern is not None and not unknown,
-            f"{field.where}: hybrid_override_pattern must be a text of {', '.join(PATTERN)}; got {pattern!r}. Use the "
-            "config.json that came with the weights.",
-        )
-        kinds = [PATTERN[letter] for letter in pattern]
-    kinds = [OTHER_NAMES.get(kind, kind) for kind in kinds]
+        kinds = [PATTERN.get(letter, letter) for letter in pattern or ""]
+    kinds = [OTHER_NAMES.get(kind, kind) for kind in kinds] or default
     expect(
-        set(kinds) <= set(PATTERN.values()),
-        f"{field.where}: layers_block_type must be a list of {', '.join(PATTERN.values())}; got {kinds}. Other blocks "
-        "are not known.",
+        kinds is not None and set(kinds) <= set(PATTERN.values()),
+        f"{field.where}: {letters} must be a text of {', '.join(PATTERN)}, or {names} a list of "
+        f"{', '.join(PATTERN.values())}; got {kinds if pattern is None else pattern!r}. Use the config.json that came "
+        "with the weights.",
     )
-    number = field("num_hidden_layers", len(kinds))
-    expect(
-        number == len(kinds),
-        f"{field.where}: num_hidden_layers must be the {len(kinds)} of the pattern; got {number}. Use the config.json "
-        "that came with the weights.",
-    )
-    return kinds
+    return list(kinds or [])
