@@ -212,7 +212,30 @@ SHAPES |= {
         "model.layers.26.self_attn.q_proj.weight": (32 * 192, 2304),
     },
 }
+SHAPES |= {
+    "Granite-4.0-H-Micro": {
+        "model.layers.0.mamba.in_proj.weight": (2 * 4096 + 2 * 128 + 64, 2048),
+        "model.layers.5.self_attn.k_proj.weight": (512, 2048),
+        "model.layers.0.shared_mlp.input_linear.weight": (2 * 8192, 2048),
+    },
+    "Granite-4.0-H-Tiny": {
+        "model.layers.0.mamba.conv1d.weight": (3072 + 256, 1, 4),
+        "model.layers.5.block_sparse_moe.input_linear.weight": (64, 1024, 1536),
+        "model.layers.5.block_sparse_moe.router.layer.weight": (64, 1536),
+    },
+    "Granite-4.0-H-Small": {"model.layers.35.self_attn.q_proj.weight": (4096, 4096)},
+    "Bamba-9B": {
+        "model.layers.31.mamba.norm.weight": (8192,),
+        "model.layers.27.self_attn.v_proj.weight": (1024, 4096),
+        "model.layers.0.feed_forward.up_proj.weight": (14336, 4096),
+        "model.final_layernorm.weight": (4096,),
+    },
+}
 LAYERS = {
+    "Granite-4.0-H-Micro": {"mamba2": 36, "attention": 4, "mlp": 40},
+    "Granite-4.0-H-Tiny": {"mamba2": 36, "attention": 4, "moe": 40},
+    "Granite-4.0-H-Small": {"mamba2": 36, "attention": 4, "moe": 40},
+    "Bamba-9B": {"mamba2": 29, "attention": 3, "mlp": 32},
     "Qwen3.5-4B": {"gated_deltanet": 24, "attention": 8, "mlp": 32},
     "Qwen3.5-27B": {"gated_deltanet": 48, "attention": 16, "mlp": 64},
     "Qwen3.5-35B-A3B": {"gated_deltanet": 30, "attention": 10, "moe": 40},
@@ -260,6 +283,9 @@ def test_rc36_a_field_that_is_not_understood_is_refused(name: str) -> None:
         ("qwen3_5 text", {"rope_scaling": {"type": "yarn"}}),
         ("qwen3_5_moe text", {"norm_topk_prob": False}),
         ("qwen3_next", {"hidden_act": "gelu"}),
+        ("granitemoehybrid", {"position_embedding_type": "alibi"}),
+        ("granitemoehybrid", {"normalization_function": "layernorm"}),
+        ("bamba", {"rope_scaling": {"type": "yarn"}}),
         ("kimi_linear", {"q_lora_rank": 3}),
         ("kimi_linear", {"mla_use_nope": False}),
         ("kimi_linear", {"moe_router_activation_func": "softmax"}),
