@@ -3,7 +3,7 @@
 A layer is two blocks here. Mixtures of experts are stored in two ways, all experts in one tensor or each by itself.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -50,9 +50,20 @@ def mtp_links(config: Mapping[str, Any], *, mixer: PartLinks, feed_forward: Part
     yield from _layer_links(config["mtp"], "mtp.", "mtp.", mixer, feed_forward)
 
 
-def has_mtp(stored: Iterable[str]) -> bool:
-    """Whether the keys of a file are those of an ``MTPDecoder``: of one layer."""
-    return {key.split(".")[2] for key in stored if key.startswith("mtp.layers.")} == {"0"}
+def layout_of_parts(stored: Collection[str]) -> dict[str, bool]:
+    """What the keys of a file say about its head, its experts and its ``MTPDecoder``, which has one layer."""
+    stacked = [key.startswith("mtp.") for key in stored if key.endswith("experts.gate_up_proj")]
+    return {
+        "head_stored": "lm_head.weight" in stored,
+        "experts_stacked": False in stacked,
+        "mtp": {key.split(".")[2] for key in stored if key.startswith("mtp.layers.")} == {"0"},
+        "mtp_experts_stacked": True in stacked,
+    }
+
+
+def is_stacked(layout: Mapping[str, Any], ours: str) -> bool:
+    """Whether the checkpoint holds all experts of the mixture with our prefix ``ours`` in one tensor."""
+    return layout["mtp_experts_stacked" if ours.startswith("mtp.") else "experts_stacked"]
 
 
 def _layer_links(

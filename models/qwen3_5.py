@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from replayssm.models.decoder import decoder_links, has_mtp, mixture_links, mtp_links, same_names
+from replayssm.models.decoder import decoder_links, is_stacked, layout_of_parts, mixture_links, mtp_links, same_names
 from replayssm.models.fields import Fields
 from replayssm.models.keys import Link
 from replayssm.models.qwen import FULL, kinds_of_mixer, layer_types, mixture, model_config
@@ -118,14 +118,7 @@ def read_layout(source: Mapping[str, Any], stored: Mapping[str, Tensor]) -> dict
         found = re.match(r"((?:model\.|language_model\.)*)(?:layers|embed_tokens)\.", key)
         if found is not None:
             prefix = found[1]
-    stacked = [key for key in stored if key.endswith("experts.gate_up_proj")]
-    return {
-        "prefix": prefix,
-        "head_stored": "lm_head.weight" in stored,
-        "experts_stacked": any(key.startswith(prefix) for key in stacked),
-        "mtp": has_mtp(stored),
-        "mtp_experts_stacked": any(key.startswith("mtp.") for key in stacked),
-    }
+    return {"prefix": prefix, **layout_of_parts(stored)}
 
 
 def links(source: Mapping[str, Any], layout: Mapping[str, Any]) -> Iterator[Link]:
@@ -138,8 +131,7 @@ def links(source: Mapping[str, Any], layout: Mapping[str, Any]) -> Iterator[Link
 
     def feed_forward(block: Mapping[str, Any], ours: str, theirs: str) -> Iterator[Link]:
         if block["type"] == "moe":
-            stacked = layout["mtp_experts_stacked" if ours.startswith("mtp.") else "experts_stacked"]
-            return mixture_links(d_model, block, ours, f"{theirs}mlp.", stacked=stacked)
+            return mixture_links(d_model, block, ours, f"{theirs}mlp.", stacked=is_stacked(layout, ours))
         return same_names(d_model, block, ours, f"{theirs}mlp.")
 
     root, head_stored = layout["prefix"], layout["head_stored"]

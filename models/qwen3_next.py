@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from replayssm.models.decoder import decoder_links, has_mtp, mixture_links, mtp_links, same_names
+from replayssm.models.decoder import decoder_links, is_stacked, layout_of_parts, mixture_links, mtp_links, same_names
 from replayssm.models.fields import Fields
 from replayssm.models.keys import Link, mixer_keys
 from replayssm.models.qwen import FULL, kinds_of_mixer, layer_types, mixture, model_config
@@ -85,7 +85,7 @@ def read_config(source: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_layout(source: Mapping[str, Any], stored: Mapping[str, Tensor]) -> dict[str, Any]:
-    return {"head_stored": "lm_head.weight" in stored, "mtp": has_mtp(stored)}
+    return layout_of_parts(stored)
 
 
 def links(source: Mapping[str, Any], layout: Mapping[str, Any]) -> Iterator[Link]:
@@ -98,8 +98,9 @@ def links(source: Mapping[str, Any], layout: Mapping[str, Any]) -> Iterator[Link
         return _gated_deltanet(d_model, block, ours, f"{theirs}linear_attn.")
 
     def feed_forward(block: Mapping[str, Any], ours: str, theirs: str) -> Iterator[Link]:
-        links_of = mixture_links if block["type"] == "moe" else same_names
-        return links_of(d_model, block, ours, f"{theirs}mlp.")
+        if block["type"] == "moe":
+            return mixture_links(d_model, block, ours, f"{theirs}mlp.", stacked=is_stacked(layout, ours))
+        return same_names(d_model, block, ours, f"{theirs}mlp.")
 
     head_stored = layout["head_stored"]
     yield from decoder_links(config, "model.", head_stored=head_stored, mixer=mixer, feed_forward=feed_forward)

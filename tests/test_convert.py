@@ -48,6 +48,26 @@ VARIED = {
             "mlp_bias": st.booleans(),
         }
     ),
+    "qwen3_next": st.fixed_dictionaries(
+        {
+            "num_experts": st.integers(2, 4),
+            "linear_num_value_heads": st.sampled_from([2, 4]),
+            "linear_key_head_dim": st.integers(1, 5),
+            "mlp_only_layers": st.sampled_from([[], [0, 2]]),
+            "tie_word_embeddings": st.booleans(),
+            "attention_bias": st.booleans(),
+        }
+    ),
+    "kimi_linear": st.fixed_dictionaries(
+        {
+            "layer_types": st.permutations(["linear_attention", "full_attention", "linear_attention"]),
+            "mlp_layer_types": st.permutations(["dense", "sparse", "sparse"]),
+            "num_expert_group": st.just(1),
+            "topk_group": st.just(1),
+            "num_experts": st.integers(2, 4),
+            "attention_bias": st.booleans(),
+        }
+    ),
 }
 
 
