@@ -232,6 +232,16 @@ def test_a_name_of_the_hub_is_found_in_its_cache_without_a_network(cache):
     assert f"no {gone.name}" in no_file
 
 
+def test_pickles_of_a_repository_are_named_and_not_downloaded(tmp_path, monkeypatch):
+    fetched = []
+    (tmp_path / hub.CONFIG).write_text("{}")
+    monkeypatch.setattr("replayssm.hub.folders._download", lambda repository, name, revision: fetched.append(name))
+    monkeypatch.setattr("huggingface_hub.file_exists", lambda repository, name, revision: name.endswith(".bin"))
+    with refused(FileNotFoundError, "pytorch_model.bin", "replayssm convert"):
+        hub.Weights("Test", hub.Folder(tmp_path, "org/name", COMMIT))
+    assert fetched == [hub.WEIGHTS, hub.INDEX]
+
+
 def test_a_folder_comes_before_a_name_of_the_hub(folder, tmp_path, monkeypatch):
     (tmp_path / "org").mkdir()
     folder.rename(tmp_path / "org" / "small")
