@@ -5,7 +5,6 @@ import os
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -99,21 +98,26 @@ def convert(
 def _to_ours(where: str, place: hub.Folder, partial: Path, shard_bytes: int) -> Report:
     pickled = place.fetch(hub.WEIGHTS) is None and place.fetch(hub.INDEX) is None
     checkpoint = Checkpoint(where, place, weights=Pickles(where, place) if pickled else None)
-    config, entries = checkpoint.config, checkpoint.weights.entries
+    config, weights = checkpoint.config, checkpoint.weights
     check_config(config)
-    own = HybridLM(config, device="meta").own_tensors()
     links = checkpoint.links()
-    checkpoint.expect_fit(links, own)
-    report, progress = Report(), _progress(entries)
-    shards = hub.Shards(partial, shard_bytes=shard_bytes)
-    for link in checkpoint.in_file_order(links):
-        for key, tensor in zip(link.ours, checkpoint.read(link), strict=True):
-            _add(shards, key, tensor, report, progress)
-    shards.finish()
+    checkpoint.expect_fit(links, HybridLM(config, device="meta").own_tensors())
+    report = Report(unused=list(checkpoint.unused))
+    with _progress(weights.entries) as progress:
+        shards = hub.Shards(partial, shard_bytes=shard_bytes)
+        for link in checkpoint.in_file_order(links):
+            for key, tensor in zip(link.ours, checkpoint.read(link), strict=True):
+                _add(shards, key, tensor, report, progress)
+        shards.finish()
+        others = hub.Shards(partial, hub.UNUSED, shard_bytes=shard_bytes)
+        for key in report.unused:
+            tensor = weights.read(key)
+            others.add(key, tensor)
+            progress.advance(tensor.nbytes)
+        if report.unused:
+            others.finish()
+    weights.close()
     _write_config(partial, config)
-    unused = checkpoint.unused
-    _write_unused(partial, ((key, checkpoint.weights.read(key)) for key in unused), report, progress, shard_bytes)
-    progress.finish()
     return report
 
 
@@ -129,35 +133,23 @@ def _to_hf(where: str, place: hub.Folder, partial: Path, shard_bytes: int) -> Re
     )
     own = HybridLM(config, device="meta").own_tensors()
     checkpoint.expect_fit(checkpoint.links(own), own)
-    report, progress = Report(), _progress(weights.entries)
-    shards = hub.Shards(partial, shard_bytes=shard_bytes)
-    for link in sorted(links, key=lambda link: weights.file_of(link.ours[0])):
-        theirs = link.form.theirs([weights.read(key) for key in link.ours])
-        for key, tensor in zip(link.theirs, theirs, strict=True):
-            _add(shards, key, tensor, report, progress)
-    if any(place.fetch(name) is not None for name in (hub.UNUSED, f"{hub.UNUSED}.index.json")):
-        others = hub.Weights(where, place, hub.UNUSED)
-        report.unused = list(others.entries)
-        for key in report.unused:
-            _add(shards, key, others.read(key), report, progress)
-        others.close()
-    shards.finish()
-    weights.close()
-    _write_config(partial, config["source"]["config"])
-    progress.finish()
-    return report
-
-
-def _write_unused(
-    partial: Path, tensors: Iterator[tuple[str, Tensor]], report: Report, progress: hub.Progress, shard_bytes: int
-) -> None:
-    shards = hub.Shards(partial, hub.UNUSED, shard_bytes=shard_bytes)
-    for key, tensor in tensors:
-        shards.add(key, tensor)
-        progress.advance(tensor.nbytes)
-        report.unused.append(key)
-    if report.unused:
+    carried = any(place.fetch(name) is not None for name in (hub.UNUSED, f"{hub.UNUSED}.index.json"))
+    others = hub.Weights(where, place, hub.UNUSED) if carried else None
+    report = Report(unused=[] if others is None else list(others.entries))
+    with _progress(weights.entries) as progress:
+        shards = hub.Shards(partial, shard_bytes=shard_bytes)
+        for link in sorted(links, key=lambda link: weights.file_of(link.ours[0])):
+            theirs = link.form.theirs([weights.read(key) for key in link.ours])
+            for key, tensor in zip(link.theirs, theirs, strict=True):
+                _add(shards, key, tensor, report, progress)
+        weights.close()
+        if others is not None:
+            for key in report.unused:
+                shards.add(key, others.read(key))
+            others.close()
         shards.finish()
+    _write_config(partial, config["source"]["config"])
+    return report
 
 
 def _add(shards: hub.Shards, key: str, tensor: Tensor, report: Report, progress: hub.Progress) -> None:

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +96,7 @@ class Checkpoint:
         advice = "Use the config.json that was saved with these weights."
         expect_fit(f"{self._where}: {self._file / hub.WEIGHTS}", expected, stored, "its config.json", advice)
 
-    def fill(self, links: Iterable[Link], model: nn.Module, device: torch.device | str, prefix: str = "") -> None:
+    def fill(self, links: Sequence[Link], model: nn.Module, device: torch.device | str, prefix: str = "") -> None:
         """Read what the links lead to into a model on meta.
 
         Args:
@@ -105,15 +105,13 @@ class Checkpoint:
         Raises:
             ValueError: tensors contradict each other. The model is then useless.
         """
-        progress = hub.Progress(
-            "loading", sum(self.weights.entries[key].nbytes for link in links for key in link.theirs)
-        )
-        for link in self.in_file_order(links):
-            for key, tensor in zip(link.ours, self.read(link), strict=True):
-                fill(model, key.removeprefix(prefix), tensor, device)
-            del tensor  # not beside the next one
-            progress.advance(sum(self.weights.entries[key].nbytes for key in link.theirs))
-        progress.finish()
+        total = sum(self.weights.entries[key].nbytes for link in links for key in link.theirs)
+        with hub.Progress("loading", total) as progress:
+            for link in self.in_file_order(links):
+                for key, tensor in zip(link.ours, self.read(link), strict=True):
+                    fill(model, key.removeprefix(prefix), tensor, device)
+                del tensor  # not beside the next one
+                progress.advance(sum(self.weights.entries[key].nbytes for key in link.theirs))
         self.weights.close()
 
     def in_file_order(self, links: Iterable[Link]) -> list[Link]:

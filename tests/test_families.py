@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from budgets import assert_e32, assert_same_bits, e32
+from budgets import assert_e16, assert_e32, assert_same_bits, e32, rms
 from draws import DEVICE
 from refusals import refused
 from safetensors.torch import load_file, save_file
 from stock_models import STOCK, VOCAB, stock_decoded, stock_logits
 
-from replayssm import ReplayStateCache, generate
+from replayssm import ReplayStateCache, cli, generate
 from replayssm.models import HybridLM, families, from_pretrained
 from replayssm.models.loading import keeps_precision
 
@@ -317,19 +317,22 @@ STATE_SPACES = {
 @pytest.mark.parametrize("head_stored", [False, True])
 def test_rc29_a_checkpoint_of_the_authors_library_is_read_by_its_own_names(tmp_path: Path, head_stored: bool) -> None:
     settings = {"hidden_size": 64, "num_heads": 2, "head_dim": 64, "state_size": 128, "n_groups": 1, "vocab_size": 112}
-    stock = STOCK["mamba2"].build(num_hidden_layers=2, tie_word_embeddings=True, **settings)
+    changed = {"num_hidden_layers": 2, "tie_word_embeddings": True, **settings}
+    stock = STOCK["mamba2"].build(**changed)
     tensors = {key.replace("embeddings.", "embedding."): tensor for key, tensor in stock.state_dict().items()}
     if not head_stored:
         del tensors["lm_head.weight"]
     save_file({key: tensor.clone() for key, tensor in tensors.items()}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(STATE_SPACES))
     model, ids = HybridLM.from_pretrained(tmp_path), token_ids(2, 21)
+    exact = stock_logits(STOCK["mamba2"].build(dtype=torch.float64, **changed), ids)
     with torch.no_grad():
-        ours, exact = model(ids), HybridLM.from_pretrained(tmp_path, dtype=torch.float64)(ids)
+        ours = model(ids)
     assert ours.shape == (2, 21, 112)
     assert_e32(ours, exact, e32(stock_logits(stock, ids), exact), "logits")
     assert model.lm_head.weight is model.embed.weight
-    assert generate(model, ids, max_new_tokens=200).max() < 97  # rows that only pad the vocabulary are never drawn
+    drawn = generate(model, ids, max_new_tokens=200, temperature=9.0, seed=0)
+    assert 90 < drawn.max() < 97  # rows that only pad the vocabulary are never drawn
     if head_stored:
         tensors["lm_head.weight"] = tensors["lm_head.weight"] + 1
         save_file(tensors, tmp_path / "model.safetensors")
@@ -406,3 +409,78 @@ def test_transformers_reads_keys_of_published_files_as_we_do(tmp_path: Path) -> 
     assert "model.layers.0.mlp.up_proj.weight" in {
         key for link in families.links_of("HybridLM", model.config) for key in link.theirs
     }
+
+
+SETTINGS = [
+    ("mamba2", {"layer_norm_epsilon": 0.1}),
+    ("mamba2", {"time_step_limit": (0.3, 0.9)}),
+    ("mamba2", {"use_conv_bias": False}),
+    ("mamba2", {"n_groups": 3}),
+    ("nemotron_h", {"layer_norm_epsilon": 0.1}),
+    ("nemotron_h", {"time_step_min": 0.5}),
+    ("nemotron_h", {"norm_topk_prob": False}),
+    ("nemotron_h", {"routed_scaling_factor": 0.5}),
+    ("nemotron_h", {"n_group": 1, "topk_group": 1}),
+    ("nemotron_h", {"topk_group": 1, "num_experts_per_tok": 2}),
+    ("nemotron_h", {"num_key_value_heads": 6}),
+    ("nemotron_h", {"mlp_bias": True}),
+    ("nemotron_h", {"use_bias": True}),
+]
+
+
+@pytest.mark.parametrize(("name", "changed"), SETTINGS, ids=str)
+def test_rc36_a_setting_changes_our_model_as_it_changes_that_of_transformers(tmp_path, name, changed) -> None:
+    ids, stock = token_ids(2, 21), STOCK[name]
+    before = stock_logits(stock.build(), ids)
+    theirs = stock_logits(stock.write(tmp_path, **changed), ids)
+    exact = stock_logits(stock.build(dtype=torch.float64, **changed), ids)
+    assert rms(theirs - before) > 100 * e32(theirs, exact)  # an ignored setting would be seen
+    with torch.no_grad():
+        assert_e32(HybridLM.from_pretrained(tmp_path)(ids), exact, e32(theirs, exact), "logits")
+
+
+def test_fields_that_are_said_to_be_harmless_are(tmp_path: Path) -> None:
+    ids, stock = token_ids(2, 21), STOCK["nemotron_h"]
+    changed = {"chunk_size": 7, "expand": 3, "time_step_max": 0.3, "time_step_limit": (0.2, 0.3), "rope_theta": 7.0}
+    plain = stock_logits(stock.build(), ids)
+    theirs = stock_logits(stock.write(tmp_path, **changed, mamba_ssm_cache_dtype="bfloat16"), ids)
+    assert_e32(theirs, plain, e32(plain, stock_logits(stock.build(dtype=torch.float64), ids)), "logits of transformers")
+    with torch.no_grad():
+        ours = HybridLM.from_pretrained(tmp_path)(ids)
+    assert_e32(ours, plain, e32(plain, stock_logits(stock.build(dtype=torch.float64), ids)), "our logits")
+
+
+def test_a_checkpoint_can_be_planned_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    STOCK["nemotron_h"].write(tmp_path)
+    (tmp_path / "model.safetensors").unlink()  # config.json is enough
+    capsys.readouterr()
+    assert cli.main(["plan", "--model", str(tmp_path), "--batch", "2", "--gpu", "H200", "--max-seqlen", "64"]) == 0
+    assert "2 ReplayMamba2" in capsys.readouterr().out
+
+
+def test_a_router_keeps_the_precision_of_the_file(tmp_path: Path) -> None:
+    STOCK["nemotron_h"].write(tmp_path)
+    model = HybridLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    dtypes = {key: tensor.dtype for key, tensor in model.layers[1].mixer.state_dict().items()}
+    wide = {key for key, dtype in dtypes.items() if dtype == torch.float32}
+    assert wide == {"gate.weight", "gate.e_score_correction_bias"}
+    with torch.no_grad():
+        assert model(token_ids(2, 9)).isfinite().all()
+
+
+def test_a_residual_stream_in_fp32_is_one_in_a_model_of_16_bits(tmp_path: Path) -> None:
+    ids, stock = token_ids(2, 21), STOCK["mamba2"]
+    stock.write(tmp_path)
+    exact = stock_logits(stock.build(dtype=torch.float64), ids)
+    theirs = stock_logits(stock.build(dtype=torch.bfloat16), ids)
+    model, seen = HybridLM.from_pretrained(tmp_path, dtype=torch.bfloat16), []
+    for block in model.layers:
+        block.register_forward_pre_hook(lambda module, arguments: seen.append(arguments[0].dtype))
+        block.mixer.register_forward_pre_hook(lambda module, arguments: seen.append(arguments[0].dtype))
+    cache = ReplayStateCache(model, 2)
+    with torch.no_grad():
+        ours, cached = model(ids), model(ids, cache)
+    assert seen == [torch.float32, torch.bfloat16] * 6
+    for logits in (ours, cached):
+        assert logits.dtype == torch.bfloat16
+        assert_e16(logits, theirs, exact, "logits in bf16")

@@ -20,7 +20,7 @@ from refusals import refused
 from safetensors.torch import load_file, save_file
 from stock_models import STOCK
 
-from replayssm import hub
+from replayssm import generate, hub
 from replayssm.models import HybridLM, from_pretrained
 
 pytestmark = pytest.mark.skipif(DEVICE.type != "cpu", reason="about files; models load to the CPU")
@@ -232,6 +232,16 @@ def test_a_name_of_the_hub_is_found_in_its_cache_without_a_network(cache):
     assert f"no {gone.name}" in no_file
 
 
+def test_pickles_of_a_repository_are_named_and_not_downloaded(tmp_path, monkeypatch):
+    fetched = []
+    (tmp_path / hub.CONFIG).write_text("{}")
+    monkeypatch.setattr("replayssm.hub.folders._download", lambda repository, name, revision: fetched.append(name))
+    monkeypatch.setattr("huggingface_hub.file_exists", lambda repository, name, revision: name.endswith(".bin"))
+    with refused(FileNotFoundError, "pytorch_model.bin", "replayssm convert"):
+        hub.Weights("Test", hub.Folder(tmp_path, "org/name", COMMIT))
+    assert fetched == [hub.WEIGHTS, hub.INDEX]
+
+
 def test_a_folder_comes_before_a_name_of_the_hub(folder, tmp_path, monkeypatch):
     (tmp_path / "org").mkdir()
     folder.rename(tmp_path / "org" / "small")
@@ -239,3 +249,13 @@ def test_a_folder_comes_before_a_name_of_the_hub(folder, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)  # an import of it would fail
     model, _ = from_pretrained("org/small")
     assert model(token_ids(1, 3)).isfinite().all()
+
+
+def test_a_long_prompt_of_a_checkpoint_never_has_all_its_logits(tmp_path, monkeypatch):
+    monkeypatch.setattr("replayssm.prefill.PREFILL_PIECE", 16)
+    STOCK["nemotron_h"].write(tmp_path)
+    model, widths = HybridLM.from_pretrained(tmp_path), []
+    model.lm_head.register_forward_pre_hook(lambda module, arguments: widths.append(arguments[0].shape[1]))
+    generate(model, token_ids(2, 50), max_new_tokens=3)
+    assert len(widths) >= 4 + 2  # pieces of the prompt, and steps
+    assert set(widths) == {1}

@@ -34,6 +34,17 @@ class Folder:
             return path if path.is_file() else None
         return _download(self.repository, name, self.revision)
 
+    def holds(self, name: str) -> bool:
+        """Whether there is such a file; nothing is downloaded, and what cannot be asked counts as no."""
+        if (self.path / name).is_file() or self.repository is None:
+            return (self.path / name).is_file()
+        from huggingface_hub import file_exists
+
+        try:
+            return file_exists(self.repository, name, revision=self.revision)
+        except OSError:  # offline, or not reached
+            return False
+
     def listed(self) -> str:
         """What lies here, for errors."""
         return ", ".join(sorted(entry.name for entry in self.path.iterdir())[:8]) or "nothing"

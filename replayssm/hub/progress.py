@@ -6,7 +6,7 @@ WIDTH = 30  # characters of the bar
 
 
 class Progress:
-    """Counts bytes up to ``total``.
+    """Counts bytes up to ``total``; as a context it takes the bar away at the end, also after an error.
 
     Args:
         what: is being done, the word before the bar.
@@ -26,7 +26,9 @@ class Progress:
         size = f"{self._done / 1e9:.2f} of {self._total / 1e9:.2f} GB"
         print(f"\r\x1b[K{self._what} [{bar:.<{WIDTH}}] {size}", end="", file=sys.stderr, flush=True)
 
-    def finish(self) -> None:
-        """Take the bar away."""
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *_: object) -> None:
         if self._shown >= 0:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)

@@ -142,9 +142,7 @@ class Weights:
 
 
 def _missing(where: str, folder: Folder, name: str) -> str:
-    pickled = (
-        next((pickle for pickle in PICKLES if folder.fetch(pickle) is not None), None) if name == WEIGHTS else None
-    )
+    pickled = next((pickle for pickle in PICKLES if folder.holds(pickle)), None) if name == WEIGHTS else None
     if pickled is not None:
         return (
             f"{where}: {folder.path / name} must exist; got {pickled}, a pickle, which could run code and is "
