@@ -5,7 +5,7 @@ PROMPT ?= def read_lines(path):
 
 # What runs on a GPU at all: not the command line, files, packaging, plans and the bench's arithmetic.
 GPU_TESTS = gpu fla_scan triton_states triton_decode decode_backends replay_properties layers ops key_precision cache* \
-	cases* attention mla moe hybrid generate graphs speculative long_speculation verify drafters mtp
+	cases* attention mla moe hybrid generate graphs speculative long_speculation verify drafters mtp mtp_decoder
 
 BIN = $(VENV)/bin
 # A moved clone, changed requirements, an environment that another clone used last: each of them installs again.

@@ -127,14 +127,18 @@ class HybridLM(nn.Module):
                 cache.open_step(ids.shape[1], rows, attention_mask, parents)
         # all states are found before one module opens the step: a cache of another model is refused unchanged
         states = [cache.state_of(b.mixer) if cache is not None and b.stateful else None for b in self._blocks()]
-        x = self.embed(ids.long()) * self.config.get("embed_scale", 1)
+        x = self.embed(ids.long())
+        if "embed_scale" in self.config:
+            x = x * self.config["embed_scale"]
         dtype = x.dtype
         if self.config.get("residual_fp32", False):
             x = widened(x)
         for block, state in zip(self._blocks(), states, strict=True):
             x = block(x, state, dtype=dtype, attention_mask=attention_mask, rows=rows, parents=parents)
         hidden = self.norm(x if return_hidden else x[:, -logits_to_keep:]).to(dtype)
-        logits = self.lm_head(hidden[:, -logits_to_keep:]) / self.config.get("logits_divisor", 1)
+        logits = self.lm_head(hidden[:, -logits_to_keep:])
+        if "logits_divisor" in self.config:
+            logits = logits / self.config["logits_divisor"]
         return (logits, hidden) if return_hidden else logits
 
     def save_pretrained(self, folder: str | os.PathLike[str], dtype: torch.dtype | None = None) -> None:
