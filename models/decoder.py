@@ -6,7 +6,6 @@ A layer is two blocks here. Mixtures of experts are stored in two ways, all expe
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
-import torch
 from torch import Tensor
 
 from replayssm.models.keys import Link, Stacked, embeddings, mixer_keys, renamed
