@@ -237,6 +237,27 @@ def test_rc32_shapes_of_published_checkpoints_are_those_of_their_files(name: str
     assert {kind: kinds.count(kind) for kind in LAYERS.get(name, {})} == LAYERS.get(name, {})
 
 
+def test_rc15_the_head_of_a_published_geometry_has_the_names_of_its_file() -> None:
+    source, _ = PUBLISHED["Nemotron-3-Super-120B-A12B"]
+    shapes = {
+        "mtp.layers.0.enorm.weight": (4096,),
+        "mtp.layers.0.hnorm.weight": (4096,),
+        "mtp.layers.0.eh_proj.weight": (4096, 8192),
+        "mtp.layers.0.norm.weight": (4096,),
+        "mtp.layers.0.mixer.k_proj.weight": (256, 4096),
+        "mtp.layers.1.mixer.experts.511.down_proj.weight": (1024, 2688),
+        "mtp.layers.1.mixer.fc2_latent_proj.weight": (4096, 1024),
+        "mtp.layers.1.final_layernorm.weight": (4096,),
+    }
+    config = families.adopt("HybridLM", source, dict.fromkeys(shapes))
+    own = HybridLM(config, device="meta", dtype=torch.bfloat16).own_tensors()
+    found = {}
+    for link in families.links_of("HybridLM", config):
+        if link.theirs[0].startswith("mtp."):
+            found |= zip(link.theirs, link.form.theirs([own[key] for key in link.ours]), strict=True)
+    assert {key: tuple(found[key].shape) for key in shapes} == shapes
+
+
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_rc36_a_field_that_is_not_understood_is_refused(name: str) -> None:
     source, family = PUBLISHED[name]
