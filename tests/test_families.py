@@ -158,6 +158,7 @@ SHAPES = {
     },
 }
 SHAPES |= {
+    "Nemotron-H-8B": {"backbone.layers.7.mixer.q_proj.weight": (4096, 4096)},
     "mamba2-130m": {
         "backbone.embedding.weight": (50288, 768),
         "backbone.layers.23.mixer.in_proj.weight": (3352, 768),
@@ -213,6 +214,7 @@ SHAPES |= {
     },
 }
 LAYERS = {
+    "Nemotron-H-8B": {"mamba2": 24, "attention": 4, "mlp": 24},
     "Qwen3.5-4B": {"gated_deltanet": 24, "attention": 8, "mlp": 32},
     "Qwen3.5-27B": {"gated_deltanet": 48, "attention": 16, "mlp": 64},
     "Qwen3.5-35B-A3B": {"gated_deltanet": 30, "attention": 10, "moe": 40},
@@ -276,6 +278,7 @@ def test_rc36_a_field_that_is_not_understood_is_refused(name: str) -> None:
         ("nemotron_h", {"attention_bias": True}),
         ("nemotron_h", {"rms_norm_eps": 0.5}),
         ("nemotron_h", {"n_shared_experts": 2}),
+        ("nemotron_h", {"quantization_config": {"quant_method": "modelopt"}}),
         ("qwen3_5 text", {"attn_output_gate": False}),
         ("qwen3_5 text", {"output_gate_type": "sigmoid"}),
         ("qwen3_5 text", {"rope_scaling": {"type": "yarn"}}),
