@@ -50,3 +50,29 @@ def choose_tiling(batch: int, nheads: int, headdim: int, d_state: int, recurrenc
     shorter = max(1, -(-d_state // 128))
     rows = max(4, chosen.read_p >> (shorter - 1).bit_length()), max(4, chosen.fold_p >> (shorter - 1).bit_length())
     return chosen._replace(read_p=rows[0], fold_p=rows[1])
+
+
+class TokensTiling(NamedTuple):
+    """The shape of the programs of a step of several tokens.
+
+    Attributes:
+        block_p: rows of a state that a program reads, in pieces of 16.
+        few: programs that fold when there is little to fold.
+        flushers: most programs that fold.
+        registers: most that a thread may have, or None; with few, more programs share a processor.
+        stages: pieces of a state that are on their way or in use at once.
+    """
+
+    block_p: int
+    few: int
+    flushers: int
+    registers: int | None
+    stages: int
+
+
+def choose_tokens_tiling(batch: int, nheads: int, headdim: int) -> TokensTiling:
+    """The tallest programs of which there are enough: whole heads, halves, quarters, ..."""
+    pieces = -(-headdim // 16)
+    while pieces > 1 and batch * nheads * -(-headdim // (16 * pieces)) < ENOUGH:
+        pieces = -(-pieces // 2)
+    return TokensTiling(16 * pieces, 528, 2112, None, 3)
