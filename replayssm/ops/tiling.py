@@ -53,26 +53,30 @@ def choose_tiling(batch: int, nheads: int, headdim: int, d_state: int, recurrenc
 
 
 class TokensTiling(NamedTuple):
-    """The shape of the programs of a step of several tokens.
+    """The shape of the programs of a step of several tokens. Rows, keys and records are powers of two, at least 16.
 
     Attributes:
-        block_p: rows of a state that a program reads, in pieces of 16.
+        block_p: rows of a state that a program reads.
+        keys: of a state that it multiplies at once.
+        stages: blocks of so many keys that are on their way or in use.
+        records: that a program folds at once.
+        registers: most that a thread may have, or None; with few, more programs share a processor.
         few: programs that fold when there is little to fold.
         flushers: most programs that fold.
-        registers: most that a thread may have, or None; with few, more programs share a processor.
-        stages: pieces of a state that are on their way or in use at once.
     """
 
     block_p: int
-    few: int
-    flushers: int
-    registers: int | None
+    keys: int
     stages: int
+    records: int
+    registers: int | None
+    few: int = 528
+    flushers: int = 2112
 
 
 def choose_tokens_tiling(batch: int, nheads: int, headdim: int) -> TokensTiling:
-    """The tallest programs of which there are enough: whole heads, halves, quarters, ..."""
-    pieces = -(-headdim // 16)
-    while pieces > 1 and batch * nheads * -(-headdim // (16 * pieces)) < ENOUGH:
-        pieces = -(-pieces // 2)
-    return TokensTiling(16 * pieces, 528, 2112, None, 3)
+    """The tallest programs of which there are enough."""
+    block_p = 64
+    while block_p > 16 and (block_p >= 2 * headdim or batch * nheads * -(-headdim // block_p) < ENOUGH):
+        block_p //= 2
+    return TokensTiling(block_p, 32, 3, 32, None)

@@ -241,12 +241,12 @@ def replay(
         cut = choose_tokens_tiling(batch, nheads, headdim)
         items = batch * nheads * triton.cdiv(headdim, cut.block_p)
         flushers = min(items, cut.flushers)
-        block_t, tokens = max(8, triton.next_power_of_2(t)), max(16, triton.next_power_of_2(t))
+        padded = triton.next_power_of_2(t)
         block_n = max(16, block_n)
         tokens_kernel[(flushers + items,)](
-            *tensors, batch, flushers, *strides, t, *sizes, block_b, block_t, 16, triton.cdiv(at_once, 16), tokens,
-            cut.block_p, 16, min(tiling.fold_p, 16), cut.few, ABREAST, block_n, min(LANES, block_n), *rule, num_warps=1,
-            num_stages=cut.stages, **_registers(cut.registers),
+            *tensors, batch, flushers, *strides, t, *sizes, block_b, max(8, padded), max(16, padded), max(16, at_once),
+            cut.block_p, min(cut.keys, block_n), cut.stages, 16, min(max(16, at_once), cut.records), cut.few, ABREAST,
+            block_n, min(LANES, block_n), *rule, num_warps=1, **_registers(cut.registers),
         )  # fmt: skip
         return y
     flushers = min(batch * nheads * triton.cdiv(headdim, tiling.fold_p), tiling.flushers)
