@@ -61,8 +61,6 @@ class TokensTiling(NamedTuple):
         stages: blocks of so many keys that are on their way or in use.
         records: that a program folds at once.
         registers: most that a thread may have, or None; with few, more programs share a processor.
-        few: programs that fold when there is little to fold.
-        flushers: most programs that fold.
     """
 
     block_p: int
@@ -70,8 +68,6 @@ class TokensTiling(NamedTuple):
     stages: int
     records: int
     registers: int | None
-    few: int = 528
-    flushers: int = 2112
 
 
 def choose_tokens_tiling(batch: int, nheads: int, headdim: int) -> TokensTiling:

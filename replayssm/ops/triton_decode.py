@@ -240,12 +240,11 @@ def replay(
     if t > 1:
         cut = choose_tokens_tiling(batch, nheads, headdim)
         items = batch * nheads * triton.cdiv(headdim, cut.block_p)
-        flushers = min(items, cut.flushers)
         padded = triton.next_power_of_2(t)
         block_n = max(16, block_n)
-        tokens_kernel[(flushers + items,)](
-            *tensors, batch, flushers, *strides, t, *sizes, block_b, max(8, padded), max(16, padded), max(16, at_once),
-            cut.block_p, min(cut.keys, block_n), cut.stages, 16, min(max(16, at_once), cut.records), cut.few, ABREAST,
+        tokens_kernel[(items,)](
+            *tensors, *strides, t, *sizes, max(8, padded), max(16, padded), max(16, at_once),
+            cut.block_p, min(cut.keys, block_n), cut.stages, 16, min(max(16, at_once), cut.records), ABREAST,
             block_n, min(LANES, block_n), *rule, num_warps=1, **_registers(cut.registers),
         )  # fmt: skip
         return y

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from replayssm.ops.triton_answers import answer
-from replayssm.ops.triton_fold import fold, nth_to_flush
+from replayssm.ops.triton_fold import fold
 from replayssm.ops.triton_fold_products import fold_records
 
 # Axes: T new tokens, H value heads, G key groups, P headdim, N d_state. A name ending in _ptr points at the row of the
@@ -14,49 +14,32 @@ from replayssm.ops.triton_fold_products import fold_records
 @triton.jit
 def tokens_kernel(
     y, state, q_new, k_new, v_new, g_new, beta_new, k, v, g, beta, u, rows, length, flushing, seqlen, flushed,
-    batch, flushers, q_token, k_token, v_token, g_token, beta_token,
+    q_token, k_token, v_token, g_token, beta_token,
     state_stride, k_stride, v_stride, g_stride, beta_stride, u_stride,
     T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr, SLOTS: tl.constexpr,
-    BLOCK_B: tl.constexpr, BLOCK_T: tl.constexpr, TOKENS: tl.constexpr, RECORDS: tl.constexpr, BLOCK_P: tl.constexpr,
-    KEYS: tl.constexpr, STAGES: tl.constexpr, FOLD_P: tl.constexpr, AT_ONCE: tl.constexpr, FEW: tl.constexpr,
+    BLOCK_T: tl.constexpr, TOKENS: tl.constexpr, RECORDS: tl.constexpr, BLOCK_P: tl.constexpr,
+    KEYS: tl.constexpr, STAGES: tl.constexpr, FOLD_P: tl.constexpr, AT_ONCE: tl.constexpr,
     ABREAST: tl.constexpr, BLOCK_N: tl.constexpr, LANES: tl.constexpr,
     CHANNEL: tl.constexpr, DELTA: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    # The first flushers programs share the rows of the call that flush, BLOCK_P rows of the state of a head at a time;
-    # they start first, because they take longest. Every other program has BLOCK_P rows of its own, and reads; it has
-    # nothing to do if its row flushes.
+    # A program owns BLOCK_P rows of a state of one row of the call.
     TILES: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
-    folds = tl.program_id(0) < flushers
-    item = tl.program_id(0)
-    sharers = 0
-    if folds:
-        called, due = nth_to_flush(item // (H * TILES), flushing, rows, batch, BLOCK_B)
-        # few at a time leave the others room to read, unless there is much to fold
-        sharers = tl.minimum(flushers, tl.maximum(FEW, due * (H * TILES) // 2))
-        called = tl.where(item < sharers, called, -1)
-    else:
-        item -= flushers
-        called = item // (H * TILES)
-        row = called
-        if rows is not None:
-            row = tl.load(rows + called).to(tl.int32)
-        called = tl.where(tl.load(flushing + row, mask=row >= 0, other=1) == 0, called, -1)
-    while called >= 0:
-        at = called.to(tl.int64)
-        row = at
-        if rows is not None:
-            row = tl.load(rows + at).to(tl.int64)
+    at = (tl.program_id(0) // (H * TILES)).to(tl.int64)
+    row = at
+    if rows is not None:
+        row = tl.load(rows + at).to(tl.int64)
+    if row >= 0:
         new = T
         if length is not None:
             new = tl.load(length + at).to(tl.int32)
-        head = item // TILES % H
-        first_p = item % TILES * BLOCK_P
+        head = tl.program_id(0) // TILES % H
+        first_p = tl.program_id(0) % TILES * BLOCK_P
         first, start = tl.load(flushed + row), tl.load(seqlen + row)
         count = (start - first).to(tl.int32)  # records that the outputs are read from
         state_ptr = state + row * state_stride + head * P * N
         k_ptr, v_ptr, g_ptr = k + row * k_stride, v + row * v_stride, g + row * g_stride
         beta_ptr, u_ptr = beta + row * beta_stride, u + row * u_stride
-        if folds:
+        if tl.load(flushing + row) != 0:
             if CHANNEL:
                 for p in range(first_p, first_p + BLOCK_P, FOLD_P):
                     fold(
@@ -81,7 +64,3 @@ def tokens_kernel(
                 new, (start % SLOTS).to(tl.int32), count, head, first_p, q_token, k_token, v_token, g_token, beta_token,
                 T, H, G, P, N, SLOTS, BLOCK_T, TOKENS, RECORDS, BLOCK_P, KEYS, STAGES, CHANNEL, DELTA, WIDE,
             )  # fmt: skip
-        called = -1
-        if folds:
-            item += sharers
-            called, _ = nth_to_flush(item // (H * TILES), flushing, rows, batch, BLOCK_B)
