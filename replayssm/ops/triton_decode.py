@@ -252,7 +252,7 @@ def replay(
             )  # fmt: skip
         padded = triton.next_power_of_2(t)
         tokens_kernel[(batch * nheads * triton.cdiv(headdim, cut.block_p),)](
-            *tensors, *strides, t, *sizes, max(8, padded), max(16, padded), max(16, at_once), cut.block_p,
+            *tensors, *strides, t, *sizes, padded, max(8, padded), max(16, at_once), cut.block_p,
             min(cut.keys, block_n), cut.stages, *rule, num_warps=cut.warps, **_registers(cut.registers),
         )  # fmt: skip
         return y

@@ -15,7 +15,7 @@ def tokens_kernel(
     q_token, k_token, v_token, g_token, beta_token,
     state_stride, k_stride, v_stride, g_stride, beta_stride, u_stride,
     T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr, SLOTS: tl.constexpr,
-    BLOCK_T: tl.constexpr, TOKENS: tl.constexpr, RECORDS: tl.constexpr, BLOCK_P: tl.constexpr,
+    REAL_T: tl.constexpr, BLOCK_T: tl.constexpr, RECORDS: tl.constexpr, BLOCK_P: tl.constexpr,
     KEYS: tl.constexpr, STAGES: tl.constexpr, CHANNEL: tl.constexpr, DELTA: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     # A program owns BLOCK_P rows of a state of one row of the call.
@@ -43,5 +43,5 @@ def tokens_kernel(
                 v_new + at * T * v_token, g_new + at * T * g_token, beta_new + at * T * beta_token,
                 k_ptr, v_ptr, g_ptr, beta_ptr, u_ptr,
                 new, (start % SLOTS).to(tl.int32), count, head, first_p, q_token, k_token, v_token, g_token, beta_token,
-                T, H, G, P, N, SLOTS, BLOCK_T, TOKENS, RECORDS, BLOCK_P, KEYS, STAGES, CHANNEL, DELTA, WIDE,
+                H, G, P, N, SLOTS, REAL_T, BLOCK_T, RECORDS, BLOCK_P, KEYS, STAGES, CHANNEL, DELTA, WIDE,
             )  # fmt: skip
