@@ -5,6 +5,7 @@ E32: a result may miss the fp64 token loop by 8 times what the same loop misses 
 E16: a result of 16-bit kernels may miss the fp64 result by 2 times what plain PyTorch misses whose matrix products take
      16-bit operands.
 Draws: the chi-square of counts may be as large as it is once in three million runs of right code.
+Formats: what fewer bits cost on given numbers was measured once, by code of another author; the ranges are around that.
 """
 
 import torch
@@ -16,6 +17,22 @@ SLACK16 = 2.0  # kernels also round what they hand from one to the next
 SLACK32 = 8.0
 SIGMAS = 5.0  # of a normal distribution, the chance of more is 3e-7
 STOCK_FLOOR = 1e-6  # transformers computes in fp32 inside, whatever the dtype of its weights
+# Relative RMS error, in percent, on normal numbers (64, 64, 128): lowest and highest. Least squares of the grid, not
+# the code, decide about these; lr_if4 finds nothing to take out of noise.
+FORMAT_ERROR = {
+    "bf16": (0.155, 0.175),
+    "fp8": (2.4, 2.75),
+    "int8": (0.48, 0.60),
+    "nvfp4": (9.0, 10.1),
+    "lr_if4": (8.2, 9.4),
+    "fp16_sr": (0.0275, 0.0330),
+    "bf16_sr": (0.220, 0.262),
+    "int16_sr": (0.0033, 0.0045),
+    "int8_sr": (0.71, 0.90),
+    "fp8_sr": (3.2, 4.1),
+    "nvfp4_sr": (12.7, 15.0),
+}
+STOCHASTIC = (1.33, 1.50)  # its error over that of rounding to the nearest; sqrt(2) where a step is uniform
 TRAFFIC_MODEL = 0.25  # of a measured time: clocks, kernels and machines differ by as much
 
 
@@ -80,6 +97,18 @@ def assert_same_bits(got: Tensor, expected: Tensor, what: str = "tensor") -> Non
     assert got.dtype == expected.dtype, f"{what}: {got.dtype}, expected {expected.dtype}"
     differs = got.reshape(-1).view(torch.uint8) != expected.reshape(-1).view(torch.uint8)
     assert not differs.any(), f"{what}: differs by up to {worst((got.double() - expected.double()).nan_to_num()):.2e}"
+
+
+def assert_within(value: float, bounds: tuple[float, float], what: str) -> None:
+    """A measured number in the range that it must be in."""
+    low, high = bounds
+    assert low <= value <= high, f"{what}: {value:.4g} is not between {low:g} and {high:g}"
+
+
+def assert_mean_of_draws(draws: Tensor, exact: float, variance: float, what: str) -> None:
+    """The mean of independent draws, each of at most this variance."""
+    error, allowed = abs(draws.double().mean().item() - exact), SIGMAS * (variance / draws.numel()) ** 0.5
+    assert error <= allowed, f"{what}: the mean misses {exact:.6g} by {error:.2e}, allowed {allowed:.2e}"
 
 
 def assert_near_stock(got: Tensor, stock: Tensor, what: str = "output") -> None:

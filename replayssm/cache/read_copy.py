@@ -22,8 +22,8 @@ class ReadCopy:
     def __init__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str | None):
         self._format = formats.find(name)
         self._d_state, self._dtype = shape[-1], dtype
-        # only its shape and device are looked at: no memory for all of it is taken
-        self.planes = self._format.alloc(torch.zeros((), dtype=torch.float32, device=device).expand(shape))
+        planes = self._format.alloc(torch.empty(shape, dtype=torch.float32, device="meta"))
+        self.planes = tuple(torch.zeros(plane.shape, dtype=plane.dtype, device=device) for plane in planes)
 
     def load(self) -> Tensor:
         """(batch, nheads, headdim, d_state) fp32 or fp64, a new tensor: the states as they are read."""
