@@ -105,7 +105,7 @@ class ReplayStateCache:
                 state.clock, state.name = self.clock, name
                 if isinstance(state, LayerState):
                     state.use(self.backend)
-                    state.index = sum(isinstance(before, LayerState) for before in self._states)
+                    state.index = len(self.layers)
                 assert isinstance(module, nn.Module)
                 self._order[module] = len(self._states)
                 self._states.append(state)
@@ -142,7 +142,12 @@ class ReplayStateCache:
 
     def __getitem__(self, index: int) -> LayerState:
         """The state of the index-th replay layer, in module order."""
-        return [state for state in self._states if isinstance(state, LayerState)][index]
+        return self.layers[index]
+
+    @property
+    def layers(self) -> list[LayerState]:
+        """The states of the replay layers, in module order."""
+        return [state for state in self._states if isinstance(state, LayerState)]
 
     def state_of(self, module: nn.Module) -> ModuleState:
         """The state of a stateful module of the model that the cache was built for."""
@@ -275,8 +280,7 @@ class ReplayStateCache:
             RuntimeError: names what was wrong. The flags stay set until ``reset()`` of all rows.
         """
         found = [text for text, is_set in zip(ERRORS, self.clock.errors.tolist(), strict=True) if is_set]
-        layers = [state for state in self._states if isinstance(state, LayerState)]
-        found += [f"{layer.name}: {fault}" for layer in layers for fault in layer.stored.faults()]
+        found += [f"{layer.name}: {fault}" for layer in self.layers for fault in layer.stored.faults()]
         if found:
             raise RuntimeError(f"ReplayStateCache.check: {'; '.join(found)}. Correct the caller and reset the cache.")
 
@@ -292,7 +296,7 @@ class ReplayStateCache:
 
     @property
     def nbytes_by_part(self) -> dict[str, int]:
-        """Bytes by part: checkpoint, ring, conv, kv, counters, as far as the model has them."""
+        """Bytes by part: checkpoint, copy, ring, conv, kv, counters, as far as the model has them."""
         parts = {"counters": sum(x.nbytes for x in (self.seqlen, self.flushed, self.seed, self.clock.errors))}
         for state in self._states:
             for name, tensor in state.tensors().items():
