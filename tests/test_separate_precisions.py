@@ -10,17 +10,12 @@ import torch
 from backends import given
 from budgets import assert_e32, assert_same_bits, e32, rms
 from draws import DEVICE, draw, same_bits_everywhere, seeds
-from format_caches import KINDS, READ, assert_copies_follow, checkpoint_planes, new_cache
+from format_caches import KINDS, READ, NoValues, assert_copies_follow, checkpoint_planes, new_cache, unreadable
 from hypothesis import strategies as st
 from passthrough import Passthrough
 from programs import BATCH, Program, poison, programs
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-import replayssm.cache.kept
-import replayssm.cache.selection
-import replayssm.cache.state_cache
-import replayssm.cache.step
 from replayssm import ReplayStateCache
 from replayssm.cache.checkpoint import NAMES
 
@@ -175,17 +170,6 @@ def test_a_flush_that_is_repeated_after_a_rollback_draws_the_same_words(kind, pr
         assert_same_bits(plane, checkpoint_planes(twin)[name], name)
 
 
-class NoValues(TorchDispatchMode):
-    """Refuses what would make a host wait for a GPU: to read a value, or a shape that depends on one."""
-
-    WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "unique")
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.name().split("::")[1].split(".")[0]
-        assert not name.startswith(self.WAITING), f"{name} waits for the device"
-        return func(*args, **(kwargs or {}))
-
-
 @every_kind
 @given(program=programs(reject=True, flush=True), checkpoint=checkpoints, read_format=st.sampled_from(READ), seed=seeds)
 def test_nothing_changes_where_values_cannot_be_read(kind, program, checkpoint, read_format, seed):
@@ -193,14 +177,7 @@ def test_nothing_changes_where_values_cannot_be_read(kind, program, checkpoint, 
     layer = KINDS[kind]()
     plain = of_program(layer, program, checkpoint, read_format)
     expected = [outputs[0] for _, outputs, _ in play(layer, program, [plain], seed)]
-    with pytest.MonkeyPatch.context() as patches:
-        for module in (
-            replayssm.cache.step,
-            replayssm.cache.kept,
-            replayssm.cache.state_cache,
-            replayssm.cache.selection,
-        ):
-            patches.setattr(module, "readable", lambda tensor: False)
+    with unreadable():
         cache = of_program(layer, program, checkpoint, read_format)
         with NoValues():
             found = [outputs[0] for _, outputs, _ in play(layer, program, [cache], seed)]
