@@ -202,3 +202,34 @@ def masked_selection(which: Tensor) -> Selection:
     selection = Selection()
     selection.mask = which
     return selection
+
+
+@every_kind
+@pytest.mark.parametrize("checkpoint", NAMES)
+def test_rows_that_have_nothing_to_fold_keep_their_bits(kind, checkpoint):
+    """To round again what is stored would be a random walk: not in a scan without a token, nor where nothing waits."""
+    layer = KINDS[kind]()
+
+    def planes(cache: ReplayStateCache, row: int) -> list[Tensor]:
+        return [tensor[row].clone() for tensor in cache[0].stored.tensors().values()]
+
+    cache = new_cache(layer, checkpoint, "nvfp4", window=0)
+    mask = torch.ones(BATCH, 4, dtype=torch.int64, device=DEVICE)
+    with torch.no_grad():
+        layer(draw(1, BATCH, 9, layer.features, dtype=torch.float32), cache[0])
+        cache.commit()
+        scanned = planes(cache, 1)
+        mask[1] = 0
+        layer(draw(2, BATCH, 4, layer.features, dtype=torch.float32), cache[0], attention_mask=mask)
+        cache.commit()
+        layer(draw(3, 2, 4, layer.features, dtype=torch.float32), cache[0], rows=torch.tensor([2, 0], device=DEVICE))
+        cache.commit()
+        layer(draw(4, BATCH, 1, layer.features, dtype=torch.float32), cache[0])  # flushes, and finds no record
+        cache.commit()
+        cache.flush([0, 2])
+    for found, expected in zip(planes(cache, 1), scanned, strict=True):
+        assert_same_bits(found, expected)
+    with torch.no_grad():
+        layer(draw(5, BATCH, 1, layer.features, dtype=torch.float32), cache[0])
+        cache.commit()
+    assert any(not torch.equal(found, before) for found, before in zip(planes(cache, 1), scanned, strict=True))
