@@ -73,8 +73,14 @@ def family_of(where: str, source: Source) -> Family:
     """The family of a checkpoint.
 
     Raises:
-        NotImplementedError: none that is known.
+        NotImplementedError: none that is known, or its weights are quantised.
     """
+    quantised = source.get("quantization_config")
+    if quantised is not None:
+        raise NotImplementedError(
+            f"{where}: quantization_config must be none, since quantised weights are not read; got {quantised!r:.80}. "
+            "Take the checkpoint in 16 or 32 bits."
+        )
     model_type = source.get("model_type", "state-spaces" if "ssm_cfg" in source else None)
     expect_exists(where, "model_type", model_type, tuple(FAMILIES), "Other families cannot be loaded.")
     return FAMILIES[cast(str, model_type)]

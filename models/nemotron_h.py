@@ -29,9 +29,41 @@ _COMMON: dict[str, Any] = {
     "ssm_state_size": 128,
     "n_groups": 8,
     "conv_kernel": 4,
+    "expand": 2,
+    "use_conv_bias": True,
+    "use_bias": False,
+    "mlp_bias": False,
+    "mamba_proj_bias": False,
+    "attention_bias": False,
+    "mamba_hidden_act": "silu",
+    "mlp_hidden_act": "relu2",
+    "layer_norm_epsilon": 1e-5,
+    "residual_in_fp32": False,
+    "tie_word_embeddings": False,
+    "sliding_window": None,
     "torch_dtype": "bfloat16",
 }
+_MIXTURE = {
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "moe_shared_expert_overlap": False,
+}
 PUBLISHED: dict[str, dict[str, Any]] = {
+    "Nemotron-H-8B": {
+        **_COMMON,
+        "hidden_size": 4096,
+        "num_hidden_layers": 52,
+        "hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "attention_head_dim": 128,
+        "intermediate_size": 21504,
+        "mamba_num_heads": 128,
+        "mamba_head_dim": 64,
+        "rms_norm_eps": 1e-5,
+    },
     "Nemotron-3-Nano-4B": {
         **_COMMON,
         "hidden_size": 3136,
@@ -44,6 +76,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     },
     "Nemotron-3-Nano-30B-A3B": {
         **_COMMON,
+        **_MIXTURE,
         "hidden_size": 2688,
         "num_hidden_layers": 52,
         "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
@@ -51,7 +84,9 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
         "mamba_num_heads": 64,
         "mamba_head_dim": 64,
-        "expand": 2,
+        "norm_eps": 1e-5,
+        "rope_theta": 10000,
+        "partial_rotary_factor": 1.0,
         "n_routed_experts": 128,
         "num_experts_per_tok": 6,
         "moe_intermediate_size": 1856,
@@ -60,6 +95,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     },
     "Nemotron-3-Super-120B-A12B": {
         **_COMMON,
+        **_MIXTURE,
         "hidden_size": 4096,
         "hybrid_override_pattern": "MEMEMEM*EMEMEMEM*EMEMEMEM*" + 4 * "EMEMEMEMEM*" + "EMEMEMEM*EMEMEMEME",
         "num_attention_heads": 32,
@@ -83,7 +119,8 @@ def read_config(source: Mapping[str, Any]) -> dict[str, Any]:
     eps = field("layer_norm_epsilon", 1e-5)
     for name in ("norm_eps", "rms_norm_eps"):
         field.only(name, eps)
-    field.only("mlp_hidden_act", "relu2")
+    for name in ("mlp_hidden_act", "hidden_act"):
+        field.only(name, "relu2")
     blocks = {
         "mamba": _mamba(field, eps),
         "attention": _attention(field),

@@ -155,6 +155,15 @@ def test_rc33_what_has_no_place_is_listed_and_carried_along(tmp_path: Path) -> N
     assert (tmp_path / "back" / "generation_config.json").read_text() == '{"eos_token_id": [2, 11]}'
 
 
+def test_names_as_in_memory_of_transformers_come_back_as_they_were(tmp_path: Path) -> None:
+    STOCK["nemotron_h"].write(tmp_path / "source")
+    path = tmp_path / "source" / hub.WEIGHTS
+    save_file({key.replace("backbone.", "model."): tensor for key, tensor in load_file(path).items()}, path)
+    convert(tmp_path / "source", tmp_path / "ours", to="replayssm")
+    convert(tmp_path / "ours", tmp_path / "back", to="hf")
+    assert_same_folder(tmp_path / "back", tmp_path / "source")
+
+
 def test_experts_of_several_dtypes_are_refused(tmp_path: Path) -> None:
     STOCK["nemotron_h"].write(tmp_path / "source")
     tensors = load_file(tmp_path / "source" / hub.WEIGHTS)
@@ -195,7 +204,12 @@ def test_rc29_pickled_weights_are_converted_without_running_what_they_say(tmp_pa
         assert model(ids).shape == expected.shape
         assert (model(ids).argmax(-1) == expected.argmax(-1)).all()
     convert(tmp_path / "ours", tmp_path / "back", to="hf")
-    assert tensors_of(tmp_path / "back").keys() >= tensors.keys()
+    expected = {**tensors, **(head if sharded else {})}
+    back = tensors_of(tmp_path / "back")
+    assert back.keys() == expected.keys()
+    for key, tensor in expected.items():
+        assert_same_bits(back[key], tensor.detach(), key)
+    assert json.loads((tmp_path / "back" / hub.CONFIG).read_text()) == STATE_SPACES
 
 
 class Bomb:

@@ -158,6 +158,7 @@ SHAPES = {
     },
 }
 SHAPES |= {
+    "Nemotron-H-8B": {"backbone.layers.7.mixer.q_proj.weight": (4096, 4096)},
     "mamba2-130m": {
         "backbone.embedding.weight": (50288, 768),
         "backbone.layers.23.mixer.in_proj.weight": (3352, 768),
@@ -236,6 +237,7 @@ LAYERS = {
     "Granite-4.0-H-Tiny": {"mamba2": 36, "attention": 4, "moe": 40},
     "Granite-4.0-H-Small": {"mamba2": 36, "attention": 4, "moe": 40},
     "Bamba-9B": {"mamba2": 29, "attention": 3, "mlp": 32},
+    "Nemotron-H-8B": {"mamba2": 24, "attention": 4, "mlp": 24},
     "Qwen3.5-4B": {"gated_deltanet": 24, "attention": 8, "mlp": 32},
     "Qwen3.5-27B": {"gated_deltanet": 48, "attention": 16, "mlp": 64},
     "Qwen3.5-35B-A3B": {"gated_deltanet": 30, "attention": 10, "moe": 40},
@@ -260,6 +262,27 @@ def test_rc32_shapes_of_published_checkpoints_are_those_of_their_files(name: str
     assert {kind: kinds.count(kind) for kind in LAYERS.get(name, {})} == LAYERS.get(name, {})
 
 
+def test_rc15_the_head_of_a_published_geometry_has_the_names_of_its_file() -> None:
+    source, _ = PUBLISHED["Nemotron-3-Super-120B-A12B"]
+    shapes = {
+        "mtp.layers.0.enorm.weight": (4096,),
+        "mtp.layers.0.hnorm.weight": (4096,),
+        "mtp.layers.0.eh_proj.weight": (4096, 8192),
+        "mtp.layers.0.norm.weight": (4096,),
+        "mtp.layers.0.mixer.k_proj.weight": (256, 4096),
+        "mtp.layers.1.mixer.experts.511.down_proj.weight": (1024, 2688),
+        "mtp.layers.1.mixer.fc2_latent_proj.weight": (4096, 1024),
+        "mtp.layers.1.final_layernorm.weight": (4096,),
+    }
+    config = families.adopt("HybridLM", source, dict.fromkeys(shapes))
+    own = HybridLM(config, device="meta", dtype=torch.bfloat16).own_tensors()
+    found = {}
+    for link in families.links_of("HybridLM", config):
+        if link.theirs[0].startswith("mtp."):
+            found |= zip(link.theirs, link.form.theirs([own[key] for key in link.ours]), strict=True)
+    assert {key: tuple(found[key].shape) for key in shapes} == shapes
+
+
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_rc36_a_field_that_is_not_understood_is_refused(name: str) -> None:
     source, family = PUBLISHED[name]
@@ -278,6 +301,7 @@ def test_rc36_a_field_that_is_not_understood_is_refused(name: str) -> None:
         ("nemotron_h", {"attention_bias": True}),
         ("nemotron_h", {"rms_norm_eps": 0.5}),
         ("nemotron_h", {"n_shared_experts": 2}),
+        ("nemotron_h", {"quantization_config": {"quant_method": "modelopt"}}),
         ("qwen3_5 text", {"attn_output_gate": False}),
         ("qwen3_5 text", {"output_gate_type": "sigmoid"}),
         ("qwen3_5 text", {"rope_scaling": {"type": "yarn"}}),

@@ -40,6 +40,30 @@ def test_a_layer_of_a_checkpoint_is_that_of_the_model(tmp_path: Path, name: str)
 
 
 @pytest.mark.parametrize(
+    ("name", "cls"),
+    [
+        ("qwen3_5", ReplayGatedDeltaNet),
+        ("qwen3_5_moe text", ReplayGatedDeltaNet),
+        ("qwen3_next", ReplayGatedDeltaNet),
+        ("kimi_linear", ReplayKDA),
+    ],
+    ids=str,
+)
+def test_a_decoder_layer_of_two_blocks_is_counted_as_in_its_file(tmp_path: Path, name: str, cls: type) -> None:
+    STOCK[name].write(tmp_path)
+    model, found = HybridLM.from_pretrained(tmp_path), 0
+    for i, block in enumerate(list(model.layers)[::2]):
+        if not isinstance(block.mixer, cls):
+            with refused(ValueError, f"got {i}, which is "):
+                cls.from_pretrained(tmp_path, layer=i)
+            continue
+        layer, found = cls.from_pretrained(tmp_path, layer=i), found + 1
+        for key, tensor in block.mixer.state_dict().items():
+            assert_same_bits(layer.state_dict()[key], tensor, key)
+    assert 0 < found < len(model.layers) / 2
+
+
+@pytest.mark.parametrize(
     ("cls", "layer"), [(ReplayMamba2, 0), (ReplayGatedDeltaNet, 2), (ReplayKDA, 3)], ids=["mamba2", "gdn", "kda"]
 )
 def test_a_layer_of_a_saved_model_is_found_by_its_block(tmp_path: Path, cls: type, layer: int) -> None:

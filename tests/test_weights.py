@@ -13,7 +13,7 @@ import torch
 from budgets import assert_same_bits
 from draws import DEVICE
 from hybrids import ALL, MAMBA2, MLP, build, config, token_ids
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from peak_memory import PeakMemory
 from refusals import refused
@@ -50,6 +50,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @given(shard_bytes=st.integers(1, 40_000))
+@settings(max_examples=10)
 def test_a_model_in_shards_is_the_model_in_one_file(tmp_path_factory, shard_bytes):
     path = tmp_path_factory.mktemp("shards")
     model = build(config(*ALL), dtype=torch.float32)
