@@ -180,6 +180,7 @@ class Attention(CausalAttention):
         qk_norm: an RMS norm over each head of the queries and of the keys, before they are rotated, with factors of
             1 + weight (Qwen3-Next).
         norm_eps: of these norms.
+        scale: of the scores; None is headdim^-0.5.
         bias: biases in the four projections.
     """
 
@@ -196,6 +197,7 @@ class Attention(CausalAttention):
         gated: bool = False,
         qk_norm: bool = False,
         norm_eps: float = 1e-6,
+        scale: float | None = None,
         bias: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -213,6 +215,11 @@ class Attention(CausalAttention):
         for name, flag in (("bias", bias), ("gated", gated), ("qk_norm", qk_norm)):
             expect_choice("Attention", name, flag, (False, True))
         _check_rotary(headdim, rope_theta, rotary_dim)
+        expect(
+            scale is None or (isinstance(scale, int | float) and not isinstance(scale, bool) and scale > 0),
+            f"Attention: scale must be a positive number or None; got {scale!r}. None is headdim^-0.5.",
+        )
+        self.scale = headdim**-0.5 if scale is None else scale
         self.nheads, self.headdim, self.kv_heads = nheads, headdim, kv_heads
         self.rope_theta, self.rotary_dim, self.gated, self.qk_norm = rope_theta, rotary_dim, gated, qk_norm
         self.q_proj = nn.Linear(d_model, nheads * headdim * (2 if gated else 1), bias, device, dtype)
@@ -235,11 +242,10 @@ class Attention(CausalAttention):
         if self.rope_theta is not None:
             at = torch.arange(x.shape[1], device=x.device).unsqueeze(0) if step is None else step.position()
             q, k = (rotate(part, at, self.rope_theta, self.rotary_dim) for part in (q, k))
-        scale = self.headdim**-0.5
         if state is None or step is None:
-            y = attend_whole(q, k, v, self.window, scale)
+            y = attend_whole(q, k, v, self.window, self.scale)
         else:
-            y = attend_cached(q, (k, v), (state.kv["k"], state.kv["v"]), step, self.window, scale)
+            y = attend_cached(q, (k, v), (state.kv["k"], state.kv["v"]), step, self.window, self.scale)
         return self.o_proj((y if gate is None else y * gate.sigmoid()).flatten(2))
 
 

@@ -12,11 +12,11 @@ from replayssm.models.config import MIXERS, Mixer
 
 
 class Block(nn.Module):
-    """One residual block: x + mixer(norm(x)). The mixer gets ``dtype``; None is that of x."""
+    """One residual block: x + scale * mixer(norm(x)). The mixer gets ``dtype``; None is that of x."""
 
-    def __init__(self, norm: RMSNorm, mixer: Mixer):
+    def __init__(self, norm: RMSNorm, mixer: Mixer, scale: float = 1.0):
         super().__init__()
-        self.norm, self.mixer = norm, mixer
+        self.norm, self.mixer, self.scale = norm, mixer, scale
         self.stateful = issubclass(type(mixer), StatefulModule)
 
     def reset_parameters(self) -> None:
@@ -37,10 +37,12 @@ class Block(nn.Module):
         """(batch, t, d_model) -> same; the other arguments as for ``HybridLM``."""
         normed = self.norm(x).to(x.dtype if dtype is None else dtype)
         if not self.stateful:
-            return x + self.mixer(normed)
-        if state is None:
-            return x + self.mixer(normed, attention_mask=attention_mask)
-        return x + self.mixer(normed, state, attention_mask=attention_mask, rows=rows, parents=parents)
+            y = self.mixer(normed)
+        elif state is None:
+            y = self.mixer(normed, attention_mask=attention_mask)
+        else:
+            y = self.mixer(normed, state, attention_mask=attention_mask, rows=rows, parents=parents)
+        return x + (y if self.scale == 1 else y * self.scale)
 
 
 def new_block(
@@ -56,7 +58,7 @@ def new_block(
         mixer = MIXERS[entry["type"]](config["d_model"], **arguments, device=device, dtype=dtype)
     except ValueError as error:
         raise ValueError(f"HybridLM: {what}: {error}") from error
-    return Block(new_norm(config, device, dtype), mixer)
+    return Block(new_norm(config, device, dtype), mixer, config.get("residual_scale", 1.0))
 
 
 def new_norm(config: Mapping[str, Any], device: torch.device | str | None, dtype: torch.dtype | None) -> RMSNorm:

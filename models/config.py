@@ -33,7 +33,8 @@ DTYPES = {
 }
 _REQUIRED = ("model_type", "vocab_size", "d_model", "tie_embeddings", "norm_eps", "layers")
 _FLAGS = ("norm_plus_one", "residual_fp32")  # false unless given
-_OPTIONAL = ("tokenizer", "dtype", "used_vocab_size", "mtp", *_FLAGS, "source")
+_FACTORS = ("embed_scale", "residual_scale", "logits_divisor")  # 1 unless given
+_OPTIONAL = ("tokenizer", "dtype", "used_vocab_size", "mtp", *_FLAGS, *_FACTORS, "source")
 _BY_THE_MODEL = ("d_model", "device", "dtype")  # constructor arguments that no entry of layers gives
 
 
@@ -60,6 +61,12 @@ def check_config(config: dict[str, Any]) -> None:
     for name in _FLAGS:
         flag = config.get(name, False)
         expect(isinstance(flag, bool), f"HybridLM: {name} must be true or false; got {flag!r}. Write one of them.")
+    for name in _FACTORS:
+        factor = config.get(name, 1)
+        expect(
+            isinstance(factor, int | float) and not isinstance(factor, bool) and factor > 0,
+            f"HybridLM: {name} must be a positive number; got {factor!r}. Leave it out for 1.",
+        )
     if "used_vocab_size" in config:
         used = config["used_vocab_size"]
         expect_positive("HybridLM", used_vocab_size=used)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from replayssm.models.keys import Link, Stacked, embeddings, mixer_keys, renamed
 
+NORMS = ("input_layernorm", "post_attention_layernorm", "norm")
 # An entry of the config's layers, our prefix of its mixer, and the checkpoint's prefix of its layer -> links.
 PartLinks: TypeAlias = Callable[[Mapping[str, Any], str, str], Iterable[Link]]
 
@@ -29,7 +30,13 @@ class StackedPairs:
 
 
 def decoder_links(
-    config: Mapping[str, Any], root: str, *, head_stored: bool, mixer: PartLinks, feed_forward: PartLinks
+    config: Mapping[str, Any],
+    root: str,
+    *,
+    head_stored: bool,
+    mixer: PartLinks,
+    feed_forward: PartLinks,
+    norms: Sequence[str] = NORMS,
 ) -> Iterator[Link]:
     """Links of a whole model.
 
@@ -37,17 +44,18 @@ def decoder_links(
         config: of the ``HybridLM``; its blocks are mixer and feed-forward part in turn.
         root: prefix of the checkpoint's keys, with its dot; the head has none.
         head_stored: the file holds the head also where it is tied.
+        norms: what the checkpoint calls those of a layer's two parts, and the last one.
     """
     yield from embeddings(f"{root}embed_tokens.weight", tied=config["tie_embeddings"], head_stored=head_stored)
-    yield Link(("norm.weight",), (f"{root}norm.weight",))
-    yield from _layer_links(config["layers"], "", root, mixer, feed_forward)
+    yield Link(("norm.weight",), (f"{root}{norms[2]}.weight",))
+    yield from _layer_links(config["layers"], "", root, mixer, feed_forward, norms)
 
 
 def mtp_links(config: Mapping[str, Any], *, mixer: PartLinks, feed_forward: PartLinks) -> Iterator[Link]:
     """Links of an ``MTPDecoder``, with the names of Qwen3-Next."""
     yield from renamed("mtp.", "mtp.", [f"{name}.weight" for name in ("fc", "norm")])
     yield from renamed("mtp.", "mtp.", [f"pre_fc_norm_{name}.weight" for name in ("embedding", "hidden")])
-    yield from _layer_links(config["mtp"], "mtp.", "mtp.", mixer, feed_forward)
+    yield from _layer_links(config["mtp"], "mtp.", "mtp.", mixer, feed_forward, NORMS)
 
 
 def layout_of_parts(stored: Collection[str]) -> dict[str, bool]:
@@ -67,12 +75,16 @@ def is_stacked(layout: Mapping[str, Any], ours: str) -> bool:
 
 
 def _layer_links(
-    blocks: Sequence[Mapping[str, Any]], ours_root: str, theirs_root: str, mixer: PartLinks, feed_forward: PartLinks
+    blocks: Sequence[Mapping[str, Any]],
+    ours_root: str,
+    theirs_root: str,
+    mixer: PartLinks,
+    feed_forward: PartLinks,
+    norms: Sequence[str],
 ) -> Iterator[Link]:
     for i, block in enumerate(blocks):
         ours, theirs, first = f"{ours_root}layers.{i}.", f"{theirs_root}layers.{i // 2}.", i % 2 == 0
-        norm = "input_layernorm" if first else "post_attention_layernorm"
-        yield Link((f"{ours}norm.weight",), (f"{theirs}{norm}.weight",))
+        yield Link((f"{ours}norm.weight",), (f"{theirs}{norms[i % 2]}.weight",))
         yield from (mixer if first else feed_forward)(block, f"{ours}mixer.", theirs)
 
 

@@ -26,7 +26,16 @@ from typing import Any, Protocol, cast
 from torch import Tensor
 
 from replayssm.checks import expect, expect_exists
-from replayssm.models import kimi_linear, mamba2, nemotron_h, qwen3_5, qwen3_next, state_spaces
+from replayssm.models import (
+    bamba,
+    granitemoehybrid,
+    kimi_linear,
+    mamba2,
+    nemotron_h,
+    qwen3_5,
+    qwen3_next,
+    state_spaces,
+)
 from replayssm.models.keys import Link
 
 Source = Mapping[str, Any]
@@ -46,6 +55,8 @@ class Family(Protocol):
 
 
 FAMILIES: dict[str, Family] = {
+    "bamba": cast(Family, bamba),
+    "granitemoehybrid": cast(Family, granitemoehybrid),
     "kimi_linear": cast(Family, kimi_linear),
     "mamba2": cast(Family, mamba2),
     "nemotron_h": cast(Family, nemotron_h),

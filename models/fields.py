@@ -80,6 +80,23 @@ class Fields:
         )
 
 
+def rotary(field: Fields, headdim: int, *, share: float = 1.0) -> dict[str, Any]:
+    """The arguments of ``Attention`` for rotary positions, however the file spells them.
+
+    Args:
+        share: of a head's channels that are rotated, where the file does not say.
+    """
+    field.only("rope_scaling", None)
+    theta, share = field("rope_theta", 10000.0), field("partial_rotary_factor", share)
+    newer = field("rope_parameters", None)
+    if newer is not None:
+        inner = Fields(f"{field.family}, rope_parameters", newer, ["mrope_interleaved", "mrope_section"])
+        inner.only("rope_type", "default")
+        theta, share = inner("rope_theta", theta), inner("partial_rotary_factor", share)
+        inner.done()
+    return {"rope_theta": theta, "rotary_dim": int(headdim * share)}
+
+
 def _plain(value: Any) -> Any:
     """What transformers writes for numbers that JSON does not have, as the numbers."""
     if isinstance(value, dict) and value.keys() == {"__float__"}:

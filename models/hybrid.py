@@ -31,6 +31,7 @@ class HybridLM(nn.Module):
             norm_eps, and layers, a list of {"type": ..., and the constructor arguments of that type}; types are the
             keys of ``MIXERS``. Optional: tokenizer "bytes"; dtype, the name of the dtype to compute in; norm_plus_one,
             the norms between blocks multiply by 1 + weight; residual_fp32, the sum of the blocks is at least in fp32;
+            embed_scale and residual_scale, factors of the embeddings and of what a block adds; logits_divisor;
             mtp, a list as layers of the blocks of a head for further tokens (``MTPDecoder``);
             used_vocab_size, where further rows of the embedding only pad it; source, the checkpoint of another library
             that the model came from (see ``families.py``).
@@ -126,14 +127,14 @@ class HybridLM(nn.Module):
                 cache.open_step(ids.shape[1], rows, attention_mask, parents)
         # all states are found before one module opens the step: a cache of another model is refused unchanged
         states = [cache.state_of(b.mixer) if cache is not None and b.stateful else None for b in self._blocks()]
-        x = self.embed(ids.long())
+        x = self.embed(ids.long()) * self.config.get("embed_scale", 1)
         dtype = x.dtype
         if self.config.get("residual_fp32", False):
             x = widened(x)
         for block, state in zip(self._blocks(), states, strict=True):
             x = block(x, state, dtype=dtype, attention_mask=attention_mask, rows=rows, parents=parents)
         hidden = self.norm(x if return_hidden else x[:, -logits_to_keep:]).to(dtype)
-        logits = self.lm_head(hidden[:, -logits_to_keep:])
+        logits = self.lm_head(hidden[:, -logits_to_keep:]) / self.config.get("logits_divisor", 1)
         return (logits, hidden) if return_hidden else logits
 
     def save_pretrained(self, folder: str | os.PathLike[str], dtype: torch.dtype | None = None) -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 from replayssm.checks import expect
 from replayssm.models.config import MODEL_TYPE
-from replayssm.models.fields import Fields
+from replayssm.models.fields import Fields, rotary
 
 LINEAR, FULL = "linear_attention", "full_attention"
 
@@ -43,7 +43,7 @@ def kinds_of_mixer(field: Fields) -> dict[str, dict[str, Any]]:
             "nheads": field("num_attention_heads"),
             "headdim": headdim,
             "kv_heads": field("num_key_value_heads"),
-            **_rotary(field, headdim),
+            **rotary(field, headdim, share=0.25),
             "gated": True,
             "qk_norm": True,
             "norm_eps": eps,
@@ -62,18 +62,6 @@ def mixture(field: Fields) -> dict[str, Any]:
         "shared_hidden": field("shared_expert_intermediate_size"),
         "shared_gate": True,
     }
-
-
-def _rotary(field: Fields, headdim: int) -> dict[str, Any]:
-    field.only("rope_scaling", None)
-    theta, share = field("rope_theta", 10000.0), field("partial_rotary_factor", 0.25)
-    newer = field("rope_parameters", None)
-    if newer is not None:
-        inner = Fields(f"{field.family}, rope_parameters", newer, ["mrope_interleaved", "mrope_section"])
-        inner.only("rope_type", "default")
-        theta, share = inner("rope_theta", theta), inner("partial_rotary_factor", share)
-        inner.done()
-    return {"rope_theta": theta, "rotary_dim": int(headdim * share)}
 
 
 def layer_types(field: Fields) -> list[str]:

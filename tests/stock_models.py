@@ -62,6 +62,18 @@ class Stock:
         return model
 
 
+MAMBA = {
+    "hidden_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "mamba_n_heads": 6,
+    "mamba_d_head": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 7,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 16,
+}
 QWEN = {
     "hidden_size": 24,
     "num_hidden_layers": 3,
@@ -208,6 +220,40 @@ STOCK = {
         "Qwen3NextForCausalLM",
         {**QWEN, **QWEN_MIXTURE, "intermediate_size": 31, "mlp_only_layers": [1], "norm_topk_prob": False},
     ),
+    "granitemoehybrid": Stock(
+        "granitemoehybrid",
+        "GraniteMoeHybridConfig",
+        "GraniteMoeHybridForCausalLM",
+        {
+            **MAMBA,
+            "layer_types": ["mamba", "attention", "mamba"],
+            "attention_multiplier": 0.3,
+            "embedding_multiplier": 3,
+            "residual_multiplier": 0.4,
+            "logits_scaling": 2.5,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "intermediate_size": 12,
+            "shared_intermediate_size": 10,
+        },
+    ),
+    "granitemoehybrid dense": Stock(
+        "granitemoehybrid",
+        "GraniteMoeHybridConfig",
+        "GraniteMoeHybridForCausalLM",
+        {
+            **MAMBA,
+            "layer_types": ["attention", "mamba", "mamba"],
+            "position_embedding_type": "rope",
+            "num_local_experts": 0,
+            "shared_intermediate_size": 10,
+            "tie_word_embeddings": True,
+            "time_step_limit": (0.3, 0.9),
+        },
+    ),
+    "bamba": Stock(
+        "bamba", "BambaConfig", "BambaForCausalLM", {**MAMBA, "attn_layer_indices": [1], "intermediate_size": 20}
+    ),
     "kimi_linear": Stock(
         "kimi_linear",
         "KimiLinearConfig",
@@ -249,8 +295,10 @@ def stock_decoded(model: nn.Module, ids: Tensor, prompt: int) -> Tensor:
     """Logits of ids (batch, t): the first ``prompt`` at once, the rest one by one over transformers' own cache."""
     step = model(input_ids=ids[:, :prompt], use_cache=True)
     outputs = [step.logits]
-    for column in ids[:, prompt:].split(1, 1):
+    for place, column in enumerate(ids[:, prompt:].split(1, 1), prompt):
         cache = step.get("cache", step.get("past_key_values"))
-        step = model(input_ids=column, cache=cache, use_cache=True)
+        # Bamba would count positions from 0 again
+        places = {"position_ids": torch.full_like(column, place)} if model.config.model_type == "bamba" else {}
+        step = model(input_ids=column, cache=cache, use_cache=True, **places)
         outputs.append(step.logits)
     return torch.cat(outputs, 1)

@@ -1,7 +1,5 @@
 """Attention: against a loop over queries and heads, with its cache against without, and its refusals."""
 
-import math
-
 import pytest
 import torch
 from budgets import assert_e64, assert_same_bits, e64, rms
@@ -27,6 +25,7 @@ OPTIONS = [
     {"window": 1, "rope_theta": 100.0},
     {"kv_heads": 2, "window": 9, "rope_theta": 1e4, "bias": True},
     {"kv_heads": 2, "rope_theta": 1e4, "rotary_dim": 2, "gated": True, "qk_norm": True},
+    {"scale": 0.3},
 ]
 
 
@@ -48,7 +47,7 @@ def rotated(x: Tensor, position: int, theta: float, dim: int | None = None) -> T
 
 def oracle(layer: Attention, x: Tensor, last: int | None = None) -> Tensor:
     """Every query of every head on its own, for one sequence (t, d_model); only the last queries if asked."""
-    heads, groups = layer.nheads, layer.kv_heads
+    heads, groups, scale = layer.nheads, layer.kv_heads, layer.scale
     q, k, v = (
         linear(x, module).reshape(len(x), -1, layer.headdim) for module in (layer.q_proj, layer.k_proj, layer.v_proj)
     )
@@ -65,7 +64,7 @@ def oracle(layer: Attention, x: Tensor, last: int | None = None) -> Tensor:
         row = []
         for h in range(heads):
             group = h // (heads // groups)
-            score = (k[first : s + 1, group] @ q[s, h] / math.sqrt(layer.headdim)).exp()
+            score = (k[first : s + 1, group] @ q[s, h] * scale).exp()
             y = score / score.sum() @ v[first : s + 1, group]
             row.append(y / (1 + (-gates[s, h]).exp()) if layer.gated else y)
         outputs.append(torch.cat(row))
@@ -292,6 +291,11 @@ def test_a_compiled_decode_step_is_one_graph_and_never_recompiles(options):
     assert len(compilations) == 1
 
 
+def test_scores_are_scaled_by_the_root_of_the_head_unless_told_otherwise():
+    assert build(headdim=16).scale == 0.25
+    assert build(scale=0.3).scale == 0.3
+
+
 def test_full_attention_needs_max_seqlen():
     with refused(ValueError, "max_seqlen", "ReplayStateCache"):
         ReplayStateCache([build()], 2)
@@ -361,6 +365,7 @@ def test_bad_arguments_are_refused_and_change_nothing():
         ({"bias": "no"}, "bias"),
         ({"gated": 1.5}, "gated"),
         ({"qk_norm": "yes"}, "qk_norm"),
+        ({"scale": 0.0}, "scale"),
     ],
     ids=str,
 )
