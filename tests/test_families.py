@@ -233,11 +233,11 @@ SHAPES |= {
     },
 }
 LAYERS = {
+    "Nemotron-H-8B": {"mamba2": 24, "attention": 4, "mlp": 24},
     "Granite-4.0-H-Micro": {"mamba2": 36, "attention": 4, "mlp": 40},
     "Granite-4.0-H-Tiny": {"mamba2": 36, "attention": 4, "moe": 40},
     "Granite-4.0-H-Small": {"mamba2": 36, "attention": 4, "moe": 40},
     "Bamba-9B": {"mamba2": 29, "attention": 3, "mlp": 32},
-    "Nemotron-H-8B": {"mamba2": 24, "attention": 4, "mlp": 24},
     "Qwen3.5-4B": {"gated_deltanet": 24, "attention": 8, "mlp": 32},
     "Qwen3.5-27B": {"gated_deltanet": 48, "attention": 16, "mlp": 64},
     "Qwen3.5-35B-A3B": {"gated_deltanet": 30, "attention": 10, "moe": 40},
@@ -355,7 +355,7 @@ def test_rc29_a_checkpoint_of_the_authors_library_is_read_by_its_own_names(tmp_p
     assert ours.shape == (2, 21, 112)
     assert_e32(ours, exact, e32(stock_logits(stock, ids), exact), "logits")
     assert model.lm_head.weight is model.embed.weight
-    drawn = generate(model, ids, max_new_tokens=200, temperature=9.0, seed=0)
+    drawn = generate(model, ids, max_new_tokens=100, temperature=9.0, seed=0)
     assert 90 < drawn.max() < 97  # rows that only pad the vocabulary are never drawn
     if head_stored:
         tensors["lm_head.weight"] = tensors["lm_head.weight"] + 1
