@@ -210,3 +210,18 @@ def prompts(*lengths: int, seed: int = 1) -> dict[str, Tensor]:
     ids = torch.randint(1, VOCAB, (len(lengths), longest), generator=generator)
     mask = torch.arange(longest) >= longest - torch.tensor(lengths).unsqueeze(1)
     return {"input_ids": ids.where(mask, PAD), "attention_mask": mask.long()}
+
+
+def assert_same_tokens(got: Tensor, stock: Any, prompt: int, allowed: float) -> None:
+    """Tokens of a greedy run against those of ``generate(..., return_dict_in_generate=True, output_logits=True)``.
+
+    Rows may part where stock's two largest logits are closer than ``allowed``, an error in logits: a tie decides.
+    """
+    expected = stock.sequences
+    assert got.shape == expected.shape, f"{tuple(got.shape)} tokens, expected {tuple(expected.shape)}"
+    for row, differs in enumerate(got != expected):
+        if differs.any():
+            first = int(differs.nonzero()[0])
+            top = stock.logits[first - prompt][row].topk(2).values
+            margin = float(top[0] - top[1])
+            assert margin <= allowed, f"row {row} parts at token {first}, where the margin is {margin:.2e}"

@@ -153,6 +153,11 @@ class ReplayLinearLayer(LinearAttentionCacheLayerMixin):
         self.record_past = True
         self.verifying = False  # what follows is a prompt, of any length
 
+    def stop_past_recording(self) -> None:
+        """Commit everything, and every forward from now on."""
+        self.settle()
+        self.record_past = self.verifying = False
+
     def reset(self) -> None:
         """Forget all tokens; the memory stays."""
         if self.replay is not None:

@@ -10,9 +10,12 @@ from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, LinearAttention
 
 from replayssm.cache.arguments import Window
 from replayssm.checks import expect
+from replayssm.hf.generation import allow_assistance, forbid_assistance
 from replayssm.hf.mixer import MARK, MIXERS, ReplayMixer, core_of, known, reaches, rebind, retyped
 from replayssm.hf.options import Options
 from replayssm.hf.versions import expect_transformers
+
+STATELESS = ("mlp", "moe")  # layer types for which older releases keep an entry of linear attention all the same
 
 
 @dataclass(frozen=True)
@@ -84,10 +87,12 @@ def patch(
             mixer.__class__ = retyped(stock)
             rebind(mixer, stock, type(mixer))
         mixer.__dict__[MARK] = options
-    if not report.left:
-        for module in _stateful_models(model):
-            module._is_stateful = False  # generate() refuses to roll back a class that says so
-            module.__dict__[MARK] = options
+    for part in _stateful_models(model):
+        if part.__dict__.pop(MARK, None) is not None:
+            forbid_assistance(part)
+        if not report.left and "_is_stateful" not in part.__dict__:
+            allow_assistance(part)
+            part.__dict__[MARK] = options
     return report
 
 
@@ -101,9 +106,10 @@ def unpatch(model: nn.Module) -> None:
             replaying, stock = type(module), module.stock
             module.__class__ = stock
             rebind(module, replaying, stock)
-        elif MARK in module.__dict__:
-            del module.__dict__["_is_stateful"]
-        module.__dict__.pop(MARK, None)
+            del module.__dict__[MARK]
+    for part in _stateful_models(model):
+        if part.__dict__.pop(MARK, None) is not None:
+            forbid_assistance(part)
 
 
 def _obstacle(module: nn.Module) -> str | None:
@@ -131,8 +137,14 @@ def _uncovered(model: nn.Module, report: Report) -> dict[str, str]:
             entry = DYNAMIC_LAYER_TYPE_MAPPING.get(layer_type)
             if entry is None or not issubclass(entry, LinearAttentionCacheLayerMixin) or index in covered:
                 continue
-            name = _innermost(named, prefix, index)
-            left[name] = f"{type(named[name]).__name__} is none of the mixers that can replay"
+            if layer_type in STATELESS:
+                left[prefix or type(part).__name__] = (
+                    f"this release of transformers cannot roll back the cache entry of its {layer_type} blocks, so "
+                    "assisted generation stays refused; a later one can"
+                )
+            else:
+                name = _innermost(named, prefix, index)
+                left[name] = f"{type(named[name]).__name__} is none of the mixers that can replay"
     return left
 
 
@@ -156,5 +168,5 @@ def _outermost_models(model: nn.Module) -> Iterator[tuple[str, PreTrainedModel]]
 
 def _stateful_models(model: nn.Module) -> Iterator[PreTrainedModel]:
     for module in model.modules():
-        if isinstance(module, PreTrainedModel) and module._is_stateful:
+        if isinstance(module, PreTrainedModel) and type(module)._is_stateful:
             yield module
