@@ -174,7 +174,7 @@ def test_what_cannot_be_cropped_is_refused_before_anything_changes():
 
 
 def test_a_batch_of_another_size_is_refused_until_the_cache_is_reset():
-    model = patched("nemotron_h")[0]
+    model = patched("mamba2")[0]
     cache = fresh_cache(model)
     step(model, prompts(5, 5)["input_ids"], cache)
     with pytest.raises(ValueError, match=r"\(batch=2, t, d_model\)"):
@@ -182,7 +182,7 @@ def test_a_batch_of_another_size_is_refused_until_the_cache_is_reset():
     cache.reset()
     ids = prompts(5)["input_ids"]
     step(model, ids, cache)
-    assert_continues("nemotron_h", model, ids, cache)
+    assert_continues("mamba2", model, ids, cache)
 
 
 def test_caches_that_do_not_fit_are_refused():

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from budgets import assert_e32, e32
-from hf_models import FAMILIES, PAD, VOCAB, assert_same_tokens, prompts
+from hf_models import FAMILIES, LATEST, PAD, VOCAB, assert_same_tokens, prompts
 
 from replayssm import hf
 
@@ -194,6 +194,7 @@ def test_a_turn_after_assisted_generation_continues_its_cache():
     turn = model.generate(REPEATED, **turns, prompt_lookup_num_tokens=4, return_dict_in_generate=True)
     name = "cache" if "cache" in turn else "past_key_values"
     ids = torch.cat([turn.sequences, second], dim=1)
-    for options in ({}, {"prompt_lookup_num_tokens": 4}):
+    assisted = [{"prompt_lookup_num_tokens": 4}] if LATEST else []  # 5.17 feeds a kept cache the whole text again
+    for options in [{}, *assisted]:
         cache = copy.deepcopy(turn[name])
         assert torch.equal(model.generate(ids, **turns, **options, **{name: cache}), stock)

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import subprocess
 import sys
 import types
 import weakref
@@ -9,7 +10,7 @@ import weakref
 import pytest
 import torch
 from budgets import assert_e32, e32, rms
-from hf_models import FAMILIES, VOCAB, prompts
+from hf_models import FAMILIES, LATEST, VOCAB, prompts
 from torch import nn
 
 from replayssm import hf
@@ -122,6 +123,13 @@ def test_another_release_of_transformers_is_refused_and_the_model_left(version, 
         with pytest.raises(ImportError, match=rf"5\.17 to 5\.24; got {version}"):
             call()
     assert_same_snapshot(model, before)
+
+
+def test_without_transformers_the_import_says_what_to_install():
+    script = "import sys; sys.modules['transformers'] = None; from replayssm import hf"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    assert "ImportError: replayssm.hf: transformers must be installed, a release from 5.17 to 5.24" in done.stderr
+    assert "pip install 'replayssm[hf]'" in done.stderr
 
 
 def tiny(name, **settings):
@@ -245,6 +253,8 @@ def test_a_patched_model_saves_what_the_unpatched_one_loads(family, tmp_path):
 
 
 def test_registered_classes_replay_from_the_start(tmp_path):
+    if not LATEST:
+        pytest.importorskip("torchvision", reason="the registry of 5.17 imports what needs it")
     model = FAMILIES["qwen3_5"].build(dtype=torch.float32)
     model.save_pretrained(tmp_path)
     stock = tokens(model)

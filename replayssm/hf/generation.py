@@ -26,7 +26,7 @@ def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     """``generate`` of the class; a cache that outlives it takes prompts of any length again.
 
     Assisted generation lets a cache hold back tokens and does not say when it ends. The next turn's prompt would be
-    taken for drafts, and refused if it is long. A model that drafts is called for every round, and goes on holding back.
+    taken for drafts, and refused if it is long. A model that drafts is called for every round, so its cache goes on.
     """
     output = type(self).generate(self, *args, **kwargs)
     config = kwargs.get("generation_config")
