@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from budgets import assert_e32, e32
+from budgets import assert_e32, assert_e32_part, e32
 from hf_models import FAMILIES, LATEST, PAD, VOCAB, assert_same_tokens, prompts
 
 from replayssm import hf
@@ -74,6 +74,22 @@ def test_any_window_gives_the_same_tokens(name, window):
     stock = model.generate(**batch, max_new_tokens=24, do_sample=False)
     hf.patch(model, window=window, step_tokens=2)
     assert torch.equal(model.generate(**batch, max_new_tokens=24, do_sample=False), stock)
+
+
+@pytest.mark.parametrize("length", [3, 9])
+@pytest.mark.parametrize(
+    ("name", "limits"), [("nemotron_h", {"time_step_min": 0.4}), ("bamba", {"time_step_limit": (0.3, 0.6)})]
+)
+def test_limits_of_dt_hold_in_a_prompt_of_any_length_and_in_no_step(name, limits, length):
+    model, batch = FAMILIES[name].build(**limits), prompts(length)
+    run = {"max_new_tokens": 24, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    stock = model.generate(**batch, **run)
+    plain = FAMILIES[name].build(dtype=torch.float32, **limits)
+    allowed = e32(logits_of(plain, batch), logits_of(model, batch))
+    hf.patch(model, window=8, step_tokens=4)
+    ours = model.generate(**batch, **run)
+    assert torch.equal(ours.sequences, stock.sequences)
+    assert_e32_part(torch.stack(ours.logits), torch.stack(stock.logits), allowed, "logits")
 
 
 @pytest.mark.parametrize("name", ["nemotron_h", "qwen3_5", "zamba2"])

@@ -67,6 +67,7 @@ def test_a_forward_with_gradients_leaves_its_state_without_a_graph_in_the_cache(
     assert len(entries) == FAMILIES[name].mixers
     for entry in entries:
         assert not any(tensor.requires_grad for tensor in entry.replay.tensors().values())
+        assert entry.replay.flushed.tolist() == entry.replay.seqlen.tolist() == [length]
     with pytest.raises(NotImplementedError, match=r"torch\.no_grad"):
         model(ids[:, length:], **{key: cache})
     output.logits.sum().backward()  # the refused call has changed nothing that the graph needs

@@ -58,7 +58,7 @@ class Core(ReplayLayer):
             caller stores after the commit.
         """
         step = state.open_step(x.shape[1], None, attention_mask)
-        step.scan = True  # a prompt of any length is a scan: limits of dt hold in it, and it leaves no records
+        step.scan = True  # of any length: no records are left of it
         q, records, extra = self.project(step.pack(x), state, step.valid)
         records = Records(*(masked(field, step.valid) for field in self.limit(records)))
         y, final = scan(state.where, q, records, None, self.recurrence, self.scan_backend)
