@@ -1,7 +1,25 @@
-"""Types of command-line arguments: text in, a number out, or an ``ArgumentTypeError`` that argparse shows."""
+"""Types of command-line arguments: text in, a number out, or an ``ArgumentTypeError`` that argparse shows.
+
+And the arguments that several commands share.
+"""
 
 import argparse
 from typing import Literal
+
+from replayssm.cache import checkpoint, formats
+
+
+def add_formats(command: argparse.ArgumentParser) -> None:
+    """Add how states are stored and read; the cache refuses names that it does not know."""
+    command.add_argument(
+        "--checkpoint",
+        default=checkpoint.EXACT,
+        help=f"how the state is stored: {', '.join(checkpoint.NAMES)} (default fp32)",
+    )
+    command.add_argument(
+        "--read-format",
+        help=f"a smaller copy of the state to read: {', '.join(formats.names())}; default: read the state itself",
+    )
 
 
 def count(text: str, least: int = 1) -> int:

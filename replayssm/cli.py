@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 import replayssm
 from replayssm import Acceptance, ReplayStateCache, cli_plan, generate
-from replayssm.arguments import count, window
+from replayssm.arguments import add_formats, count, window
 from replayssm.bench import command as bench
+from replayssm.cache.checkpoint import EXACT
 from replayssm.models import ByteTokenizer, HybridLM, from_pretrained
 from replayssm.models.hybrid import DTYPES
 from replayssm.plan import conventional_traffic, replay_traffic, state_bytes
@@ -76,10 +77,11 @@ def _parser() -> argparse.ArgumentParser:
         default=16,
         help='most tokens between two writes of the state (default 16); 0 writes it at every step; "auto" chooses',
     )
+    add_formats(command)
     command.add_argument("--temperature", type=float, default=0.0, help="0 (default) takes the likeliest token")
     command.add_argument("--top-k", type=int, help="sample from the k likeliest tokens only")
     command.add_argument("--top-p", type=float, help="sample from the likeliest tokens that hold this much probability")
-    command.add_argument("--seed", type=int, help="makes sampling repeatable")
+    command.add_argument("--seed", type=int, help="makes sampling and stochastic rounding repeatable")
     command.add_argument(
         "--drafter",
         help="guess tokens and verify them together: prompt_lookup copies from the text, mtp is the model's own head, "
@@ -104,6 +106,11 @@ def _generate(options: argparse.Namespace) -> int:
         raise ValueError(
             f"--compare must go with temperature 0 and dtype float32; got temperature {options.temperature:g} and "
             f"dtype {options.dtype or 'float32'}. Leave these two options out."
+        )
+    if options.compare and (options.checkpoint != EXACT or options.read_format):
+        raise ValueError(
+            f"--compare must go with --checkpoint {EXACT} and no --read-format; got {options.checkpoint} and "
+            f"{options.read_format}. Formats change more than rounding explains: see replayssm bench drift."
         )
     if options.num_drafts is not None and options.drafter is None:
         raise ValueError("--num-drafts must come with --drafter; got none. Add --drafter prompt_lookup.")
@@ -150,7 +157,16 @@ def _write(model: HybridLM, tokenizer: ByteTokenizer, ids: list[int], options: a
     num_drafts = options.num_drafts or NUM_DRAFTS
     step_tokens = 1 if drafter is None else 1 + num_drafts
     max_seqlen = len(ids) + options.max_new_tokens + step_tokens
-    cache = ReplayStateCache(model, 1, window=options.window, step_tokens=step_tokens, max_seqlen=max_seqlen)
+    cache = ReplayStateCache(
+        model,
+        1,
+        window=options.window,
+        step_tokens=step_tokens,
+        max_seqlen=max_seqlen,
+        checkpoint=options.checkpoint,
+        read_format=options.read_format,
+        seed=seed,
+    )
     tokens: list[int] = []
     text, acceptance = tokenizer.stream(), Acceptance()
     pieces = generate(
@@ -183,7 +199,7 @@ def _write(model: HybridLM, tokenizer: ByteTokenizer, ids: list[int], options: a
     print(text.finish(), flush=True)
     # the first token comes out of the prompt, each later one out of a decode step
     speed = (len(tokens) - 1) / (end - prefilled) if len(tokens) > 1 else 1 / (end - begin)
-    drawn = f", seed {seed}" if options.temperature else ""
+    drawn = f", seed {seed}" if options.temperature or options.checkpoint != EXACT else ""
     moved = _traffic(cache) if drafter is None else f"window {cache.window}, {acceptance}"
     print(f"[{len(tokens)} tokens{drawn}, {speed:.1f} tokens/s, {moved}]", file=sys.stderr)
     return tokens

@@ -15,7 +15,7 @@ from replayssm import (
     hub,
     models,
 )
-from replayssm.arguments import count, window
+from replayssm.arguments import add_formats, count, window
 from replayssm.bench.cases import CASES
 from replayssm.cache.auto_window import LayerBytes
 from replayssm.models import HybridLM
@@ -64,8 +64,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     command.add_argument(
         "--drafts", type=partial(count, least=0), default=0, help="drafted tokens that a step verifies (default 0)"
     )
-    command.add_argument("--checkpoint", default="fp32", help="how the state is stored (default fp32)")
-    command.add_argument("--read-format", help="a smaller copy of the state to read; default: read the state itself")
+    add_formats(command)
     command.add_argument("--max-seqlen", type=count, help="most tokens of a sequence, for attention without a window")
     command.add_argument("--gpu", default="H200", help=f"{', '.join(gpu.name for gpu in GPUS)} (default H200)")
     command.add_argument("--dtype", choices=DTYPES, help="to compute in; default: the model's, bfloat16 for one layer")

@@ -61,7 +61,8 @@ def generate(
         window, checkpoint, read_format: of the cache that is built; see ``ReplayStateCache``.
         temperature: 0 takes the most probable token; otherwise logits are divided by it and a token is drawn.
         top_k, top_p: draw only from the k most probable tokens, from the smallest set of at least this probability.
-        seed: of the draws; None draws from torch's global generator.
+        seed: of the draws; None draws from torch's global generator. Also of stochastic rounding in a cache that is
+            built, there 0 for None.
         eos: a row ends after emitting one of these ids.
         pad: stands in the result behind the end of a row.
         vocab_size: ids from here on are never emitted; None is what the model's config says.
@@ -104,6 +105,7 @@ def generate(
             max_seqlen=tokens.shape[1] + max_new_tokens + num_drafts,
             checkpoint=checkpoint,
             read_format=read_format,
+            seed=0 if seed is None else seed,
         )
     expect(
         cache.batch == len(tokens),

@@ -19,6 +19,8 @@ class StateBytes(NamedTuple):
 
     state: int
     record: int  # of one token
+    copy: int = 0  # that steps read instead of the state; 0 where they read the state
+    narrowed: int = 0  # what the checkpoint's format saves of a state in the dtype of its sums
 
 
 class Traffic(NamedTuple):
@@ -36,40 +38,46 @@ class Traffic(NamedTuple):
 
 def state_bytes(cache: ReplayStateCache) -> StateBytes:
     """State and record sizes of the model that ``cache`` serves; zeros for a model without replay layers."""
-    u = sum(tensor.nbytes for name, tensor in cache.tensors().items() if name.endswith(".ring.u"))  # beside the records
-    parts = cache.nbytes_by_part
+    layers = [LayerBytes.of(layer) for layer in cache.layers]
     return StateBytes(
-        state=parts.get("checkpoint", 0) // cache.batch,
-        record=(parts.get("ring", 0) - u) // (cache.batch * cache.clock.slots),
+        state=sum(layer.state for layer in layers),
+        record=sum(layer.record for layer in layers),
+        copy=sum(layer.copy for layer in layers),
+        narrowed=sum(layer.narrowed for layer in layers),
     )
 
 
 def conventional_traffic(sizes: StateBytes) -> Traffic:
-    """One token at a time without records: the state comes in and goes out."""
-    return Traffic(read=sizes.state, written=sizes.state)
+    """One token at a time without records: the state comes in and goes out, in the dtype of its sums."""
+    wide = sizes.state + sizes.narrowed
+    return Traffic(read=wide, written=wide)
 
 
 def replay_traffic(sizes: StateBytes, window: int) -> Traffic:
     """One token a step with a window of ``window`` records.
 
     The steps of one window find 1, 2, ... window committed records; the last of them folds these into the state and
-    starts the next window. Every step writes one record. Windows 0 and 1 both fold at every step.
+    starts the next window. It reads the state itself and writes state and copy; the others read the copy, where there
+    is one. Every step writes one record. Windows 0 and 1 both fold at every step.
     """
     period = max(window, 1)
+    state = (sizes.state + (period - 1) * (sizes.copy or sizes.state)) // period
     return Traffic(
-        read=sizes.state + sizes.record * (period + 1) // 2,
-        written=sizes.state // period + sizes.record,
+        read=state + sizes.record * (period + 1) // 2,
+        written=(sizes.state + sizes.copy) // period + sizes.record,
     )
 
 
 def conventional_step(layer: LayerBytes, step_tokens: int = 1) -> Traffic:
     """Bytes of one layer, sequence and step without records: inputs and outputs, and the state out for every token.
 
+    The state is in the dtype of its sums: fewer bits, rounded at every token, would lose more than once a window.
+
     A step of several tokens leaves a state behind each of them, to which rejected drafts go back.
     """
     return Traffic(
-        read=layer.state + step_tokens * (layer.q + layer.record),
-        written=step_tokens * (layer.state + layer.y),
+        read=layer.wide_state + step_tokens * (layer.q + layer.record),
+        written=step_tokens * (layer.wide_state + layer.y),
     )
 
 
@@ -85,8 +93,8 @@ def replay_step(layer: LayerBytes, window: int, step_tokens: int = 1, kept: int 
     live = kept * steps * (steps - 1) // 2  # records, summed over the steps that do not flush
     new = step_tokens * (layer.q + layer.record)
     return Traffic(
-        read=layer.state + live * layer.live_record // steps + kept * layer.record + new,
-        written=layer.state // steps + step_tokens * (layer.record + layer.u + layer.y),
+        read=(layer.state + (steps - 1) * layer.read + live * layer.live_record) // steps + kept * layer.record + new,
+        written=(layer.state + layer.copy) // steps + step_tokens * (layer.record + layer.u + layer.y),
         decays=kept * layer.g // 4,
     )
 
@@ -100,13 +108,13 @@ def steps_of_window(window: int, step_tokens: int = 1, kept: int = 1) -> int:
 
 
 def replay_memory(layer: LayerBytes, window: int, step_tokens: int = 1) -> int:
-    """Bytes that one layer keeps for a sequence: the state, and a ring that new tokens share with the live records."""
-    return layer.state + Clock.slots_for(window, step_tokens) * (layer.record + layer.u)
+    """Bytes that one layer keeps for a sequence: the state, its copy, and a ring of the live records and new tokens."""
+    return layer.state + layer.copy + Clock.slots_for(window, step_tokens) * (layer.record + layer.u)
 
 
 def native_memory(layer: LayerBytes, step_tokens: int = 1) -> int:
     """Bytes that one layer keeps for a sequence without records: a state for each token that a step may go back to."""
-    return step_tokens * layer.state
+    return step_tokens * layer.wide_state
 
 
 class Gpu(NamedTuple):

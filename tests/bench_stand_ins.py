@@ -163,6 +163,21 @@ def made_up_speculation() -> dict[str, Any]:
     return about | {"parameters": 4_821_806, "prompt_tokens": 256, "rounds": 3, "runs": runs}
 
 
+def made_up_drift(last: float = 8e-3) -> dict[str, Any]:
+    """A JSON in which a shared 4-bit state ends at a divergence of ``last``, from 2e-3 in the middle."""
+    divergence = {
+        ("fp32", None): [1e-12, 2e-12, 9e-12],
+        ("nvfp4_sr", None): [1e-3, 2e-3, last],
+        ("fp16_sr", "int8"): [1e-6, 1e-6, 1e-6],
+    }
+    rest = dict(kept_bytes=9, moved_bytes=5, conventional_bytes=36, top1=[1.0, 0.995, 0.99])
+    runs = [rest | dict(checkpoint=pair[0], read_format=pair[1], kl=kl) for pair, kl in divergence.items()]
+    about = {name: f"<{name}>" for name in ABOUT} | {"command": "replayssm bench drift --tokens 2048"}
+    layers = [dict(layer="a", stable_rank=[1.0, 2.5], nvfp4=[0.08, 0.1], lr_if4=[0.02, 0.1])]
+    bins = [[0, 128], [128, 1024], [1024, 2048]]
+    return about | dict(window=16, texts=2, tokens=2048, bins=bins, runs=runs, spectra=layers)
+
+
 def made_up_document() -> dict[str, Any]:
     """A JSON in which replay is slower at batch 1 and 1.5 times as fast elsewhere."""
     runs = []

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from bench_stand_ins import made_up_document, made_up_speculation, made_up_verification
+from bench_stand_ins import made_up_document, made_up_drift, made_up_speculation, made_up_verification
 
 from replayssm.bench import kernel, kernel_report, readme, report, verify, verify_report
 from replayssm.bench.cases import CASES, PUBLISHED, Case
@@ -83,20 +83,23 @@ def test_a_report_rewrites_its_blocks_and_its_plots_alone(
         assert readme.run(options) == 0
         text = page.read_text(encoding="utf-8")
         assert text.startswith(f"before\n{report.marks('kernel')[0]}\n\n![Speed-up")
-        assert text.endswith(f"\nbetween\n{blocks['verify']}\nbetween\n{blocks['speculative']}\nafter\n")
+        others = "\nbetween\n".join(block for bench, block in blocks.items() if bench != "kernel")
+        assert text.endswith(f"\nbetween\n{others}\nafter\n")
         assert "one a (driver" in text  # the newest by its date, not by its name
         ElementTree.parse(tmp_path / kernel_report.PLOT)
         assert not (tmp_path / verify_report.PLOT).exists()
     (tmp_path / "verify_a.json").write_text(json.dumps(made_up_verification()))
     assert readme.run(options) == 0
     (tmp_path / "speculative_a.json").write_text(json.dumps(made_up_speculation()))
+    (tmp_path / "drift_a.json").write_text(json.dumps(made_up_drift()))
     text = page.read_text(encoding="utf-8")
-    assert text.count("old") == 1
+    assert text.count("old") == 2
     assert readme.run(options) == 0
     text = page.read_text(encoding="utf-8")
     assert text.count("old") == 0
     assert "| prompt lookup " in text
     assert "![Cost of a step" in text
+    assert "![Divergence over position" in text
     ElementTree.parse(tmp_path / verify_report.PLOT)
     other = tmp_path / "other.json"
     other.write_text(json.dumps(made_up_document() | {"command": "replayssm bench prefill"}))

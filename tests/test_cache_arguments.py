@@ -10,7 +10,7 @@ from refusals import assert_unchanged, refused, snapshot
 from running import running, step, tensor
 
 import replayssm.cache.kept
-import replayssm.cache.layer_state
+import replayssm.cache.selection
 import replayssm.cache.state_cache
 import replayssm.cache.step
 from replayssm import ReplayStateCache
@@ -45,8 +45,8 @@ def test_a_cache_that_cannot_be_is_refused(arguments, words):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"checkpoint": "int8_sr"}, ["checkpoint", "'fp32'", "int8_sr"]),
-        ({"read_format": "fp8"}, ["read_format", "None", "fp8"]),
+        ({"checkpoint": "fp3_sr"}, ["checkpoint", "'fp32'", "'nvfp4_sr'", "fp3_sr"]),
+        ({"read_format": "fp3"}, ["read_format", "None", "'lr_if4'", "fp3"]),
         ({"backend": "cuda"}, ["backend", "'auto'", "'torch'", "'triton'", "cuda"]),
     ],
     ids=str,
@@ -191,7 +191,7 @@ def test_more_tokens_than_max_seqlen_are_refused():
 @both_backends
 def test_values_that_cannot_be_read_are_clamped_and_reported(monkeypatch):
     """As on a GPU, where reading a count would wait for the device."""
-    cache_modules = replayssm.cache.step, replayssm.cache.kept, replayssm.cache.state_cache, replayssm.cache.layer_state
+    cache_modules = replayssm.cache.step, replayssm.cache.kept, replayssm.cache.state_cache, replayssm.cache.selection
     for module in cache_modules:
         monkeypatch.setattr(module, "readable", lambda tensor: False)
     layer = M.build()

@@ -27,7 +27,7 @@ from torch import Tensor
 import replayssm
 from replayssm import trees as trees_module
 from replayssm.cache import kept as kept_module
-from replayssm.cache import layer_state as layer_state_module
+from replayssm.cache import selection as selection_module
 from replayssm.cache import state_cache as state_cache_module
 from replayssm.cache import step as step_module
 
@@ -234,7 +234,7 @@ class UnreadableMachine(CacheMachine):
     def __init__(self):
         super().__init__()
         self.patches = pytest.MonkeyPatch()
-        for module in (step_module, kept_module, state_cache_module, layer_state_module, trees_module):
+        for module in (step_module, kept_module, state_cache_module, selection_module, trees_module):
             self.patches.setattr(module, "readable", lambda tensor: False)
 
     def teardown(self):

@@ -14,6 +14,8 @@ import torch
 import replayssm
 from replayssm import ReplayStateCache, cli, generate
 from replayssm.bench.cases import CASES
+from replayssm.cache import formats
+from replayssm.cache.checkpoint import NAMES
 from replayssm.drafters import MTPHead
 from replayssm.models import ByteTokenizer, HybridLM, from_pretrained
 from replayssm.plan import (
@@ -381,6 +383,39 @@ def test_plan_of_a_model_without_a_recurrent_layer_says_so(tmp_path: Path, capsy
     text = planned(capsys, "--model", str(tmp_path))
     assert "nothing to replay" in text
     assert "time, us" not in text
+
+
+@pytest.mark.parametrize("checkpoint", NAMES)
+@pytest.mark.parametrize("read_format", [None, *formats.names()])
+def test_plan_knows_the_bytes_of_every_format(
+    capsys: pytest.CaptureFixture[str], checkpoint: str, read_format: str | None
+) -> None:
+    asked = [] if read_format is None else ["--read-format", read_format]
+    text = planned(capsys, "--batch", "2", "--checkpoint", checkpoint, *asked)
+    sizes = ReplayStateCache.estimate(
+        from_pretrained("tiny")[0],
+        2,
+        window="auto",
+        backend="triton",
+        checkpoint=checkpoint,
+        read_format=read_format,
+    )
+    for part in ("checkpoint", *(["copy"] if read_format else [])):
+        assert figures(text, part) == [sizes[part] // 2]
+
+
+def test_a_text_can_be_written_with_smaller_states(capsys: pytest.CaptureFixture[str], folder: str) -> None:
+    """As by the library with the same seed, which is shown; and less is moved."""
+    formats = ["--checkpoint", "fp16_sr", "--read-format", "nvfp4"]
+    asked = ["generate", "ab", "--model", folder, "--max-new-tokens", "40"]
+    assert cli.main([*asked, *formats, "--seed", "5"]) == 0
+    narrow = capsys.readouterr()
+    assert "seed 5" in narrow.err
+    assert cli.main(asked) == 0
+    ratio, plain = (float(re.search(r"([0-9.]+)x as much", err)[1]) for err in (narrow.err, capsys.readouterr().err))
+    assert ratio > plain
+    assert cli.main([*asked, *formats, "--compare"]) == 2
+    assert "fp16_sr and nvfp4" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from budgets import assert_e32, assert_e32_part, e32
+from budgets import FORMAT_ERROR, SLACK32, assert_e32, assert_e32_part, e32, rms
 from hf_models import FAMILIES, LATEST, PAD, VOCAB, assert_same_tokens, prompts
 
 from replayssm import hf
@@ -74,6 +74,23 @@ def test_any_window_gives_the_same_tokens(name, window):
     stock = model.generate(**batch, max_new_tokens=24, do_sample=False)
     hf.patch(model, window=window, step_tokens=2)
     assert torch.equal(model.generate(**batch, max_new_tokens=24, do_sample=False), stock)
+
+
+@pytest.mark.parametrize(("checkpoint", "read_format"), [("fp32", "int8"), ("bf16_sr", None), ("int16_sr", "bf16")])
+@pytest.mark.parametrize("name", ["nemotron_h", "qwen3_5", "kimi_linear", "falcon_h1"])
+def test_states_are_stored_and_read_in_the_formats_that_were_asked_for(name, checkpoint, read_format):
+    model, ids = FAMILIES[name].build(), prompts(30)["input_ids"]
+    hf.patch(model, window=4, step_tokens=2, checkpoint=checkpoint, read_format=read_format)
+    with torch.no_grad():
+        exact = model(ids, use_cache=False).logits[:, 10:]
+        output = model(ids[:, :10], use_cache=True)
+        cache = output.cache if "cache" in output else output.past_key_values
+        got = torch.cat([model(part, past_key_values=cache).logits for part in ids[:, 10:].split(1, dim=1)], dim=1)
+    formats = [name for name in (checkpoint, read_format) if name in FORMAT_ERROR]
+    error = rms(got - exact) / rms(exact)
+    assert 0 < error <= SLACK32 * sum(FORMAT_ERROR[name][1] for name in formats) / 100, f"{error:.1e}"
+    assert [entry.replay[0].index for entry in cache.layers if hasattr(entry, "replay")][-1] > 0
+    model.generate(**prompts(4, 6), num_beams=2, max_new_tokens=8)
 
 
 @pytest.mark.parametrize("length", [3, 9])

@@ -72,11 +72,16 @@ def sizes_of_run(run: dict[str, Any]) -> LayerBytes:
     return case.layer_bytes(getattr(torch, run.get("dtype", "bfloat16")))
 
 
+@pytest.mark.parametrize(("checkpoint", "read_format"), [("fp32", None), ("fp16_sr", None), ("int8_sr", "nvfp4")])
 @pytest.mark.parametrize("window", [0, 1, 2, 5, 16])
-def test_traffic_is_what_the_schedule_of_a_cache_moves(window: int) -> None:
+def test_traffic_is_what_the_schedule_of_a_cache_moves(window: int, checkpoint: str, read_format: str | None) -> None:
     layer = ReplayMamba2(16, nheads=2, headdim=4, d_state=8)
-    cache = ReplayStateCache(layer, 1, window=window)
+    cache = ReplayStateCache(layer, 1, window=window, checkpoint=checkpoint, read_format=read_format, backend="torch")
     sizes = state_bytes(cache)
+    parts = cache.nbytes_by_part
+    assert (sizes.state, sizes.copy) == (parts["checkpoint"], parts.get("copy", 0))
+    wide = 2 * 4 * 8 * 4
+    assert conventional_traffic(sizes) == Traffic(wide, wide)
     steps = 20 * max(window, 1)
     read = written = 0
     with torch.no_grad():
@@ -88,9 +93,47 @@ def test_traffic_is_what_the_schedule_of_a_cache_moves(window: int) -> None:
             layer(torch.randn(1, 1, 16), cache[0])
             cache.commit()
             if step > 0:  # the first step behind a prompt finds no record
-                read += sizes.state + pending * sizes.record
-                written += sizes.record + sizes.state * (int(cache.flushed) > before)
-    assert replay_traffic(sizes, window) == Traffic(read // steps, written // steps)
+                flushes = int(cache.flushed) > before
+                read += (sizes.state if flushes or not sizes.copy else sizes.copy) + pending * sizes.record
+                written += sizes.record + (sizes.state + sizes.copy) * flushes
+    traffic = replay_traffic(sizes, window)
+    assert (traffic.read, traffic.written) == (read // steps, written // steps)
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "read_format", "per_number"),
+    [
+        ("fp32", None, 4.25),
+        ("fp16_sr", None, 2.125),
+        ("fp32", "nvfp4", 1.0625),
+        ("fp16_sr", "nvfp4", 0.8125),
+        ("fp16_sr", "int8", 1.3125),
+        ("nvfp4_sr", None, 0.5977),
+    ],
+)
+def test_a_number_of_the_state_moves_as_many_bytes_as_its_formats_promise(
+    checkpoint: str, read_format: str | None, per_number: float
+) -> None:
+    """By hand, window 16: 15 of 16 steps read the copy, one reads and writes the checkpoint and writes the copy."""
+    layer = ReplayMamba2(4096, 128, 64, 128, ngroups=8, device="meta", dtype=torch.bfloat16)
+    cache = ReplayStateCache(layer, 1, device="meta", checkpoint=checkpoint, read_format=read_format)
+    sizes = state_bytes(cache)._replace(record=0)
+    assert replay_traffic(sizes, 16).moved == pytest.approx(per_number * 128 * 64 * 128, rel=1e-3)
+    traffic = replay_step(LayerBytes.of(cache[0])._replace(q=0, k=0, v=0, g=0, beta=0, y=0), 16)
+    assert traffic.moved == pytest.approx(per_number * 128 * 64 * 128, rel=1e-3)
+
+
+def test_windows_are_longer_where_a_flush_moves_more_and_none_is_0_with_a_copy() -> None:
+    layer = ReplayMamba2(4096, 128, 64, 128, ngroups=8, device="meta", dtype=torch.bfloat16)
+    windows = [
+        ReplayStateCache(layer, 256, window="auto", device="meta", backend="triton", **formats).window
+        for formats in ({"checkpoint": "fp16_sr"}, {}, {"read_format": "nvfp4"})
+    ]
+    assert windows == sorted(windows)
+    assert windows[0] < windows[1] < windows[2]
+    small = ReplayMamba2(32, 2, 4, 8, device="meta")
+    assert ReplayStateCache(small, 1, window="auto", backend="triton").window == 0
+    assert ReplayStateCache(small, 1, window="auto", backend="triton", read_format="fp8").window > 0
 
 
 def test_sizes_are_those_of_one_sequence_whatever_the_cache() -> None:

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import replayssm.cache.kept
-import replayssm.cache.layer_state
+import replayssm.cache.selection
 import replayssm.cache.state_cache
 import replayssm.cache.step
 import replayssm.models.hybrid
@@ -312,7 +312,7 @@ def test_a_row_that_is_off_keeps_no_path():
 
 def test_trees_and_paths_that_cannot_be_read_are_put_right_and_reported(monkeypatch):
     """As on a GPU."""
-    modules = replayssm.cache.step, replayssm.cache.kept, replayssm.cache.state_cache, replayssm.cache.layer_state
+    modules = replayssm.cache.step, replayssm.cache.kept, replayssm.cache.state_cache, replayssm.cache.selection
     for module in (*modules, replayssm.trees):
         monkeypatch.setattr(module, "readable", lambda tensor: False)
     layer, x = G.build(), draw(1, 3, 3, 24)
@@ -350,7 +350,7 @@ def is_mask(x: object) -> bool:
 
 
 def test_a_step_of_a_tree_and_its_commit_wait_for_nothing(monkeypatch):
-    modules = replayssm.cache.step, replayssm.cache.kept, replayssm.cache.state_cache, replayssm.cache.layer_state
+    modules = replayssm.cache.step, replayssm.cache.kept, replayssm.cache.state_cache, replayssm.cache.selection
     for module in (*modules, replayssm.trees, replayssm.models.hybrid):
         monkeypatch.setattr(module, "readable", lambda tensor: False)
     model = build(config())

@@ -2,9 +2,16 @@
 
 import argparse
 
-from replayssm.bench import kernel, prefill, readme, speculative, verify
+from replayssm.bench import drift, kernel, prefill, readme, speculative, verify
 
-COMMANDS = {"kernel": kernel, "verify": verify, "speculative": speculative, "prefill": prefill, "report": readme}
+COMMANDS = {
+    "kernel": kernel,
+    "verify": verify,
+    "speculative": speculative,
+    "prefill": prefill,
+    "drift": drift,
+    "report": readme,
+}
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

@@ -1,4 +1,4 @@
-"""Panels of points side by side on one scale as an SVG, written by hand: speed-up over batch, cost over tokens."""
+"""Panels of points as an SVG, written by hand: speed-up over batch, cost over tokens, divergence over position."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -12,6 +12,8 @@ PANEL, GAP, LEFT, RIGHT = 270, 40, 60, 20  # pixels, as everything here
 TOP, HEIGHT, BOTTOM = 70, 260, 90
 STEP = 0.5  # of the speed-up axis, between two lines of its grid
 LEAST_TOP = 2.5  # of that axis: holds the floors of large batches, 2.2 and below
+WIDE = 560  # of the one panel of drift_plot
+COLOURS = "#555555", "#c2571a", "#e0a13a", "#7a9e3a", "#1f8a70", "#1f5fa8", "#7b4fa3"  # of its lines
 MEASURED, OTHER, FLOOR, PUBLISHED, GRID, TEXT = "#1f5fa8", "#7a9e3a", "#555555", "#c2571a", "#dddddd", "#222222"
 
 
@@ -81,6 +83,51 @@ def cost_plot(panels: Sequence[tuple[str, Points, Points, Points, Points]], titl
         (_diamond, "best published replay kernel", 140),
     ]
     return _drawing(drawn, {tokens for tokens, _ in reached}, axis, title, "tokens a step", legend)
+
+
+def drift_plot(lines: Sequence[tuple[str, Points]], title: str) -> str:
+    """The drawing of divergence over position in a text, both on logarithmic axes.
+
+    Args:
+        lines: name, and points of position and divergence, all positive.
+    """
+    places = sorted({place for _, points in lines for place, _ in points})
+    values = [value for _, points in lines for _, value in points]
+    low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
+    high += high == low
+    first, last = math.log2(places[0]), math.log2(places[-1])
+
+    def x(place: int) -> float:
+        return WIDE * (0.03 + 0.94 * ((math.log2(place) - first) / (last - first) if last > first else 0.5))
+
+    def y(value: float) -> float:
+        return HEIGHT * (high - math.log10(value)) / (high - low)
+
+    width, height = LEFT + WIDE + RIGHT, TOP + HEIGHT + 60 + 16 * len(lines)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+        'font-family="sans-serif" font-size="12">',
+        '<rect width="100%" height="100%" fill="white"/>',
+        _text(width / 2, 24, title, size=15),
+        f'<g transform="translate({LEFT} {TOP})">',
+        _text(0, -12, "KL, nats", anchor="start"),
+    ]
+    for power in range(low, high + 1):
+        parts.append(_line(0, y(10.0**power), WIDE, y(10.0**power), GRID))
+        parts.append(_text(-6, y(10.0**power) + 4, f"1e{power}", anchor="end"))
+    for place in places:
+        parts.append(_text(x(place), HEIGHT + 18, f"{place // 1024}K" if place % 1024 == 0 else str(place)))
+    parts.append(_text(WIDE / 2, HEIGHT + 36, "position in the text, up to (bytes)"))
+    for number, (name, points) in enumerate(lines):
+        colour, below = COLOURS[number % len(COLOURS)], HEIGHT + 56 + 16 * number
+        through = " ".join(f"{x(place):.1f},{y(value):.1f}" for place, value in points)
+        parts.append(f'<polyline points="{through}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        parts.extend(
+            f'<circle cx="{x(place):.1f}" cy="{y(value):.1f}" r="3" fill="{colour}"/>' for place, value in points
+        )
+        parts.append(_line(10, below - 4, 34, below - 4, colour, width=2))
+        parts.append(_text(42, below, name, anchor="start"))
+    return "\n".join([*parts, "</g>", "</svg>"]) + "\n"
 
 
 def _drawing(

@@ -6,8 +6,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from replayssm.cache.layer_state import check_formats
 from replayssm.cache.step import StatefulModule
+from replayssm.cache.stored_state import check_formats
 from replayssm.checks import expect, expect_integers, expect_positive, expect_shape
 
 Window = int | Literal["auto"]

@@ -19,7 +19,7 @@ LEAST_STATE = 4 * 2**20
 class LayerBytes(NamedTuple):
     """Bytes of one replay layer and sequence: its state, and the parts of one token."""
 
-    state: int
+    state: int  # as the checkpoint stores it
     q: int
     k: int
     v: int
@@ -27,6 +27,8 @@ class LayerBytes(NamedTuple):
     beta: int
     u: int  # the correction of a delta rule, which kernels keep beside the record and read instead of v; 0 without
     y: int
+    copy: int = 0  # that steps read instead of the checkpoint; 0 where they read the checkpoint
+    narrowed: int = 0  # what the checkpoint's format saves of a state in the dtype of its sums
 
     @classmethod
     def of(cls, state: LayerState) -> "LayerBytes":
@@ -34,8 +36,13 @@ class LayerBytes(NamedTuple):
         geometry, ring = state.geometry, state.ring
         k, v, g, beta = (_nbytes(field, axes=2) for field in ring)
         wide = geometry.nheads * geometry.headdim * ring.beta.itemsize
+        parts: dict[str, int] = {"checkpoint": 0, "copy": 0}
+        for name, tensor in state.stored.tensors().items():
+            parts[name.split(".")[0]] += _nbytes(tensor, axes=1)
         return cls(
-            state=_nbytes(state.tensors()["checkpoint"], axes=1),
+            state=parts["checkpoint"],
+            copy=parts["copy"],
+            narrowed=wide * geometry.d_state - parts["checkpoint"],
             q=k,
             k=k,
             v=v,
@@ -44,6 +51,21 @@ class LayerBytes(NamedTuple):
             u=wide if geometry.recurrence.delta else 0,
             y=wide,
         )
+
+    @property
+    def wide_state(self) -> int:
+        """The state in the dtype of its sums, as conventional decoding keeps it."""
+        return self.state + self.narrowed
+
+    @property
+    def read(self) -> int:
+        """The state as a step reads it that does not flush."""
+        return self.copy or self.state
+
+    @property
+    def flush(self) -> int:
+        """What a step that flushes moves of the state beyond what others read: both go out, the checkpoint comes in."""
+        return 2 * self.state + self.copy - self.read
 
     @property
     def record(self) -> int:
@@ -59,16 +81,16 @@ class LayerBytes(NamedTuple):
 def choose(backend: str, batch: int, step_tokens: int, layers: Sequence[LayerBytes]) -> int:
     """The window of ``WINDOWS`` that moves the fewest bytes, or 0 where replay does not pay.
 
-    A state of S bytes that is written once in L tokens, and L / 2 records of r bytes that are read at each of them,
-    cost least near ``L = sqrt(2 S / r)``, summed over the layers of the model; around it the cost is flat. With bf16
-    activations and fp32 states, the published Mamba-2, Gated DeltaNet and KDA layers of docs/math.md, section 5, get
-    20, 16 and 12.
+    A flush that moves S bytes once in L tokens, and L / 2 records of r bytes that are read at each of them, cost least
+    near ``L = sqrt(2 S / r)``, summed over the layers of the model; around it the cost is flat. S is a state, or two
+    where steps read a copy. With bf16 activations and fp32 states, the published Mamba-2, Gated DeltaNet and KDA layers
+    of docs/math.md, section 5, get 20, 16 and 12.
 
     Args:
         backend: "torch" or "triton", what the steps will run on.
         batch: rows of the cache.
         step_tokens: most new tokens of a step. With drafts, window 0 would write the state at each verification, and
-            rolling back is what replay is for: it is never chosen.
+            rolling back is what replay is for: it is never chosen. Nor is it with read copies, which it never reads.
         layers: the replay layers; none gives the window of plain PyTorch, which nothing then reads.
 
     Returns:
@@ -76,11 +98,11 @@ def choose(backend: str, batch: int, step_tokens: int, layers: Sequence[LayerByt
     """
     if backend == "torch" or not layers:
         return max(PLAIN, step_tokens)
-    state = sum(layer.state for layer in layers)
-    if step_tokens == 1 and batch * state < LEAST_STATE * len(layers):
+    state, copies = (sum(sizes) for sizes in zip(*((layer.state, layer.copy) for layer in layers), strict=True))
+    if step_tokens == 1 and not copies and batch * state < LEAST_STATE * len(layers):
         return 0
-    record = sum(layer.live_record for layer in layers)
-    return max(min(WINDOWS, key=lambda window: state / window + record * window / 2), step_tokens)
+    flush, record = (sum(sizes) for sizes in zip(*((layer.flush, layer.live_record) for layer in layers), strict=True))
+    return max(min(WINDOWS, key=lambda window: flush / window + record * window / 2), step_tokens)
 
 
 def _nbytes(tensor: Tensor, axes: int) -> int:

@@ -1,4 +1,5 @@
-"""What a replay layer keeps for each sequence: the checkpoint, the ring of records since, the convolution's inputs."""
+"""What a replay layer keeps for each sequence: checkpoint and read copy, the ring of records since, and the
+convolution's inputs."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -8,19 +9,15 @@ from torch import Tensor
 
 from replayssm.cache.packing import masked
 from replayssm.cache.ring import read_rings, write_rings
-from replayssm.cache.step import Clock, ModuleState
-from replayssm.checks import expect, expect_exists, readable
+from replayssm.cache.selection import Selection
+from replayssm.cache.step import Clock, ModuleState, Step
+from replayssm.cache.stored_state import StoredState, check_formats
+from replayssm.checks import expect, expect_shape
 from replayssm.ops import chunked, decode
 from replayssm.ops.records import Records, Recurrence
 from replayssm.ops.scan import Backend, scan
 
 MOST_IN_A_ROW = 2**31 - 1  # numbers of a ring: a kernel's offsets inside a row have 32 bits
-
-
-def check_formats(where: str, checkpoint: str, read_format: str | None) -> None:
-    """Refuse a checkpoint or read format that does not exist."""
-    expect_exists(where, "checkpoint", checkpoint, ("fp32",))
-    expect_exists(where, "read_format", read_format, (None,))
 
 
 class Geometry(NamedTuple):
@@ -39,6 +36,8 @@ class LayerState(ModuleState):
     """The state of one replay layer for every row of a cache.
 
     Attributes:
+        stored: checkpoint and read copy.
+        index: which replay layer of the model this is; set by the cache.
         ring: Records, axis 1 = slot; the record of token i stands in slot i % slots. k and v as the layer made them,
             g and beta in fp32 (fp64 in an fp64 layer). Slots that are not live hold anything.
         u: (batch, slots, nheads, headdim) fp32 or fp64 by the same rule, the write vectors that kernels read instead of
@@ -67,7 +66,8 @@ class LayerState(ModuleState):
         def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(batch, *shape, dtype=dtype, device=device)
 
-        self._checkpoint = zeros(nheads, headdim, d_state, dtype=wide)
+        self.stored = StoredState(checkpoint, read_format, (batch, nheads, headdim, d_state), wide, device)
+        self.index = 0
         self.ring = Records(
             k=zeros(slots, ngroups, d_state, dtype=dtype),
             v=zeros(slots, nheads, headdim, dtype=dtype),
@@ -102,16 +102,35 @@ class LayerState(ModuleState):
         rings = {f"ring.{name}": ring for name, ring in self.ring._asdict().items()}
         if self.u is not None:
             rings["ring.u"] = self.u
-        return {"checkpoint": self._checkpoint, **rings, "conv": self.conv}
+        return {**self.stored.tensors(), **rings, "conv": self.conv}
 
     def rings(self) -> Sequence[Sequence[Tensor]]:
         return [self.ring if self.u is None else [*self.ring, self.u], [self.conv]]
 
     @property
     def checkpoint(self) -> Tensor:
-        """(batch, nheads, headdim, d_state), the stored checkpoint: what the recurrence continues from. Not a copy."""
+        """(batch, nheads, headdim, d_state), the stored checkpoint: what the recurrence continues from.
+
+        Of the "fp32" format not a copy; of the others the numbers that are stored, in a new tensor. To assign states
+        stores them for all rows, rounded as a flush would round them, and makes the read copy.
+        """
         self.clock.refuse_open(f"{self.where}: checkpoint")
-        return self._checkpoint
+        return self.stored.checkpoint.load(Selection())
+
+    @checkpoint.setter
+    def checkpoint(self, states: Tensor) -> None:
+        self.clock.refuse_open(f"{self.where}: checkpoint")
+        advice = "Give the state of every row of the cache."
+        expect_shape(self.where, "checkpoint", states, (self.clock.batch, *self.stored.checkpoint.shape), advice)
+        self._store(states, Selection(), self.clock.flushed - 1)
+
+    def rebuild_copy(self) -> None:
+        """Make the read copy of all rows again, after something was written straight into ``tensors()``.
+
+        The copy is a function of the stored checkpoint, so what is saved and restored is the checkpoint alone.
+        """
+        self.clock.refuse_open(f"{self.where}: rebuild_copy")
+        self.stored.rebuild_copy(Selection())
 
     def state(self) -> Tensor:
         """The state after everything committed.
@@ -122,10 +141,15 @@ class LayerState(ModuleState):
         """
         self.clock.refuse_open(f"{self.where}: state()")
         if self._backend == "torch":
-            return self._folded(None)
-        state = self._checkpoint.clone()
+            return self._folded(Selection())
+        state = self._exact.clone()
         self._flush(torch.ones_like(self.clock.seqlen, dtype=torch.bool), state)
         return state
+
+    @property
+    def _exact(self) -> Tensor:
+        """The checkpoint as kernels read and write it."""
+        return self.stored.checkpoint.planes[0]
 
     def extend_conv(self, x: Tensor) -> Tensor:
         """Put the convolution's history before its new inputs, and remember those.
@@ -151,8 +175,9 @@ class LayerState(ModuleState):
     def replay(self, q: Tensor, records: Records) -> Tensor:
         """Outputs of the new tokens of a step, read from the checkpoint and the records since.
 
-        Rows that have no room for the new records fold their committed ones first. A draft tree is always read in plain
-        PyTorch, from the same ring; with kernels, its u is kept for them.
+        Rows that have no room for the new records fold their committed ones first, and answer from what they have
+        folded; the others read the copy, where there is one. A draft tree is always read in plain PyTorch, from the
+        same ring; with kernels, its u is kept for them.
 
         Args:
             q: (rows of the call, t, ngroups, d_state), packed.
@@ -170,7 +195,7 @@ class LayerState(ModuleState):
             return decode.replay(
                 q,
                 kept,
-                self._checkpoint,
+                self._exact,
                 self.ring,
                 self.u,
                 step.flushing,
@@ -180,16 +205,16 @@ class LayerState(ModuleState):
                 length=None if step.valid is None else step.length,
                 recurrence=self.geometry.recurrence,
             )
-        self.fold(step.flushing)
+        state = self._fold_and_read(step.flushing)
         write_rings(self.ring, step, records)
         first_live = step.take(torch.where(step.flushing, clock.seqlen, clock.flushed))
         # a row with new tokens has at most capacity - length committed ones, so this many reach back to all live ones
         count = clock.capacity + step.t - 1
         live = self._window(step.cache_rows, count, step.start + step.t, first_live, step.length)
-        checkpoint, recurrence = step.take(self._checkpoint), self.geometry.recurrence
+        state, recurrence = step.take(state), self.geometry.recurrence
         if step.tree is None:
-            return chunked.replay(q, live, checkpoint, recurrence)
-        y, u = chunked.replay_tree(q, live, step.tree, checkpoint, recurrence)
+            return chunked.replay(q, live, state, recurrence)
+        y, u = chunked.replay_tree(q, live, step.tree, state, recurrence)
         if self.u is not None:
             write_rings((self.u,), step, (u,))
         return y
@@ -208,42 +233,70 @@ class LayerState(ModuleState):
         Cost: one state read and one written for each row, one more written for rows with pending records.
         """
         step = self.called()
-        self.fold(step.flushing)
+        state = step.take(self._committed(step))
         records = Records(*(masked(field, step.valid) for field in records))
-        checkpoint = step.take(self._checkpoint)
-        y, final = scan(self.where, q, records, checkpoint, self.geometry.recurrence, backend)
-        final = step.put(final)
-        if step.present is not None:
-            final = torch.where(step.present[:, None, None, None], final, self._checkpoint)
-        self._checkpoint.copy_(final)
+        y, final = scan(self.where, q, records, state, self.geometry.recurrence, backend)
+        # a row that neither folds nor brings a token keeps the bits that it has
+        changed = None if step.valid is None else (step.row_length > 0).logical_or(step.flushing)
+        selection = Selection(changed)
+        self._store(selection.take(step.put(final)), selection, self.clock.seqlen + step.row_length - 1)
         return y
 
     def fold(self, which: Tensor) -> None:
         """Fold the committed records of the cache rows in ``which`` (batch,) bool into their checkpoints."""
         if self._backend == "triton":
-            self._flush(which, self._checkpoint)
-            return
-        if not readable(which):
-            folded = self._folded(None)
-            self._checkpoint.copy_(torch.where(which[:, None, None, None], folded, self._checkpoint))
-            return
-        rows = which.nonzero().squeeze(1)
-        if len(rows):
-            self._checkpoint.index_copy_(0, rows, self._folded(rows))
+            self._flush(which, self._exact)
+        else:
+            self._fold(which)
 
     def _flush(self, which: Tensor, checkpoint: Tensor) -> None:
         """Fold into the rows ``which`` of a checkpoint, by the kernel."""
         clock = self.clock
         decode.flush(which, checkpoint, self.ring, clock.seqlen, clock.flushed, recurrence=self.geometry.recurrence)
 
-    def _folded(self, rows: Tensor | None) -> Tensor:
-        """The state of ``rows`` (all if None) with everything committed folded in."""
+    def _fold(self, which: Tensor) -> tuple[Selection, Tensor | None]:
+        """Fold in plain PyTorch; the rows that had something to fold, and their states before they were stored."""
+        due = self._due(which)
+        if due.none:
+            return due, None
+        folded = self._folded(due)
+        self._store(folded, due, self.clock.seqlen - 1)
+        return due, folded
+
+    def _fold_and_read(self, which: Tensor) -> Tensor:
+        """Fold the rows in ``which``; the states that a step reads, (batch, nheads, headdim, d_state)."""
+        if self._backend == "triton":  # a draft tree
+            self._flush(which, self._exact)
+            return self._exact
+        due, folded = self._fold(which)
+        return self.stored.read(due, folded, every_row_folds=self.clock.window == 0)
+
+    def _committed(self, step: Step) -> Tensor:
+        """The states before a scan, of every cache row; with kernels they are folded in place."""
+        if self._backend == "triton":
+            self._flush(step.flushing, self._exact)
+            return self._exact
+        state, due = self.stored.checkpoint.load(Selection()), self._due(step.flushing)
+        if due.none:
+            return state
+        state = state.clone()
+        due.write(state, self._folded(due))
+        return state
+
+    def _due(self, which: Tensor) -> Selection:
+        """Of the cache rows in ``which``, those that have something to fold."""
+        return Selection(which.logical_and(self.clock.seqlen > self.clock.flushed))
+
+    def _folded(self, selection: Selection) -> Tensor:
+        """The states of rows with everything committed folded in."""
         clock = self.clock
-        checkpoint, seqlen, flushed = (
-            x if rows is None else x.index_select(0, rows) for x in (self._checkpoint, clock.seqlen, clock.flushed)
-        )
-        committed = self._window(rows, clock.capacity, seqlen, flushed, torch.zeros_like(seqlen))
-        return chunked.flush(committed, checkpoint, self.geometry.recurrence)
+        seqlen, flushed = selection.take(clock.seqlen), selection.take(clock.flushed)
+        committed = self._window(selection.rows, clock.capacity, seqlen, flushed, torch.zeros_like(seqlen))
+        return chunked.flush(committed, self.stored.checkpoint.load(selection), self.geometry.recurrence)
+
+    def _store(self, states: Tensor, selection: Selection, position: Tensor) -> None:
+        """Keep states (rows worked on, ...) whose last token is ``position`` (batch,) as those of the chosen rows."""
+        self.stored.save(states, selection, seed=self.clock.seed, position=position, layer=self.index)
 
     def _window(self, rows: Tensor | None, count: int, end: Tensor, first_live: Tensor, new: Tensor) -> Records:
         """The ``count`` records before token ``end`` (rows,), with zeros for those that are not live.

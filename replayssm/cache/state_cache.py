@@ -14,6 +14,7 @@ from replayssm.cache.kept import check_kept, count_kept
 from replayssm.cache.layer_state import LayerState
 from replayssm.cache.ring import keep_path
 from replayssm.cache.step import ERRORS, Clock, ModuleState, StatefulModule, Step
+from replayssm.cache.stored_state import expect_runnable
 from replayssm.checks import expect, expect_integers, expect_shape, readable
 from replayssm.ops import decode
 
@@ -39,8 +40,11 @@ class ReplayStateCache:
             value must be at least ``step_tokens``. "auto" chooses from shapes, 0 where replay does not pay.
         step_tokens: most new tokens a step may bring without becoming a scan.
         max_seqlen: most real tokens a row; needed by full attention.
-        checkpoint: how the recurrent state is stored; "fp32" (fp64 in an fp64 layer).
-        read_format: None reads the checkpoint itself.
+        checkpoint: how the recurrent state is stored: "fp32" (fp64 in an fp64 layer), or in fewer bits, rounded
+            stochastically: "fp16_sr", "bf16_sr", "int16_sr", "int8_sr", "fp8_sr", "nvfp4_sr" (see
+            ``cache/checkpoint.py``).
+        read_format: what steps read that do not flush: None is the checkpoint itself; "bf16", "fp8", "int8", "nvfp4",
+            "lr_if4" a smaller copy of it (see ``cache/formats``), which the recurrence never sees.
         backend: what decoding runs on: "torch", "triton" (kernels, on a GPU) or "auto" (triton on a GPU, else torch).
         seed: int or (batch,) int tensor, the random stream of each sequence; it moves with the row.
         device: where to allocate; None is each module's own device.
@@ -51,7 +55,8 @@ class ReplayStateCache:
     Raises:
         ValueError: an argument is out of range, or a row's ring is too large for kernels.
         RuntimeError: backend is "triton" where it cannot run.
-        NotImplementedError: a format or backend that does not exist; the text lists those that do.
+        NotImplementedError: a format or backend that does not exist, or a format that the backend or the device cannot
+            run; the text lists those that do.
     """
 
     def __init__(
@@ -73,6 +78,7 @@ class ReplayStateCache:
         on_device = torch.device(device) if device is not None else device_of(model)
         self.batch = batch
         self.backend = decode.choose("ReplayStateCache", backend, on_device)
+        expect_runnable("ReplayStateCache", checkpoint, read_format, self.backend, on_device)
         self._states: list[ModuleState] = []
         # found by order and never held: a deep copy of the cache serves the same model
         self._order: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
@@ -93,13 +99,13 @@ class ReplayStateCache:
                 states = [alloc(module, step_tokens, "meta") for module in modules.values()]
                 sizes = [auto_window.LayerBytes.of(state) for state in states if isinstance(state, LayerState)]
                 window = auto_window.choose(self.backend, batch, step_tokens, sizes)
-            self.seed = seeds_of(seed, batch, on_device)
-            self.clock = Clock(batch, window, step_tokens, max_seqlen, on_device)
+            self.clock = Clock(seeds_of(seed, batch, on_device), window, step_tokens, max_seqlen)
             for name, module in modules.items():
                 state = alloc(module, window, device)
                 state.clock, state.name = self.clock, name
                 if isinstance(state, LayerState):
                     state.use(self.backend)
+                    state.index = len(self.layers)
                 assert isinstance(module, nn.Module)
                 self._order[module] = len(self._states)
                 self._states.append(state)
@@ -113,6 +119,11 @@ class ReplayStateCache:
     def flushed(self) -> Tensor:
         """(batch,) int64 on the device: tokens inside the checkpoint. Read it, do not write it."""
         return self.clock.flushed
+
+    @property
+    def seed(self) -> Tensor:
+        """(batch,) int64 on the device: the random stream of each row. Give it to ``reset``, do not write it."""
+        return self.clock.seed
 
     @property
     def window(self) -> int:
@@ -131,7 +142,12 @@ class ReplayStateCache:
 
     def __getitem__(self, index: int) -> LayerState:
         """The state of the index-th replay layer, in module order."""
-        return [state for state in self._states if isinstance(state, LayerState)][index]
+        return self.layers[index]
+
+    @property
+    def layers(self) -> list[LayerState]:
+        """The states of the replay layers, in module order."""
+        return [state for state in self._states if isinstance(state, LayerState)]
 
     def state_of(self, module: nn.Module) -> ModuleState:
         """The state of a stateful module of the model that the cache was built for."""
@@ -256,12 +272,15 @@ class ReplayStateCache:
             tensor.index_copy_(0, target.to(on), tensor.index_select(0, source.to(on)))
 
     def check(self) -> None:
-        """Raise if a value that lay on the device turned out to be wrong; waits for the device.
+        """Raise if a value that lay on the device turned out to be wrong, or a stored state is not finite.
+
+        Waits for the device, and reads all checkpoints.
 
         Raises:
             RuntimeError: names what was wrong. The flags stay set until ``reset()`` of all rows.
         """
         found = [text for text, is_set in zip(ERRORS, self.clock.errors.tolist(), strict=True) if is_set]
+        found += [f"{layer.name}: {fault}" for layer in self.layers for fault in layer.stored.faults()]
         if found:
             raise RuntimeError(f"ReplayStateCache.check: {'; '.join(found)}. Correct the caller and reset the cache.")
 
@@ -277,7 +296,7 @@ class ReplayStateCache:
 
     @property
     def nbytes_by_part(self) -> dict[str, int]:
-        """Bytes by part: checkpoint, ring, conv, kv, counters, as far as the model has them."""
+        """Bytes by part: checkpoint, copy, ring, conv, kv, counters, as far as the model has them."""
         parts = {"counters": sum(x.nbytes for x in (self.seqlen, self.flushed, self.seed, self.clock.errors))}
         for state in self._states:
             for name, tensor in state.tensors().items():

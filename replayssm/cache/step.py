@@ -94,12 +94,15 @@ class Clock:
     Attributes:
         seqlen: (batch,) int64, tokens committed.
         flushed: (batch,) int64, tokens inside the checkpoint; seqlen - flushed records are pending.
+        seed: (batch,) int64, the random stream of each row.
         errors: (len(ERRORS),) bool, set on the device where a value could not be checked on the host.
         step: the open step, or None.
     """
 
-    def __init__(self, batch: int, window: int, step_tokens: int, max_seqlen: int | None, device: torch.device):
+    def __init__(self, seed: Tensor, window: int, step_tokens: int, max_seqlen: int | None):
+        batch, device = len(seed), seed.device
         self.batch, self.window, self.step_tokens, self.max_seqlen = batch, window, step_tokens, max_seqlen
+        self.seed = seed
         self.seqlen = torch.zeros(batch, dtype=torch.int64, device=device)
         self.flushed = torch.zeros_like(self.seqlen)
         self.errors = torch.zeros(len(ERRORS), dtype=torch.bool, device=device)

@@ -42,9 +42,9 @@ class ReplayLinearLayer(LinearAttentionCacheLayerMixin):
     is_compileable = False
     is_croppable = True
 
-    def __init__(self, options: Options):
+    def __init__(self, options: Options, layer_idx: int):
         super().__init__()
-        self.options = options
+        self.options, self.layer_idx = options, layer_idx
         self.replay: ReplayStateCache | None = None
         self.recent: _Recent | None = None
         self.verifying = False  # the past is recorded and a crop has come: a forward is a verification or a draft
@@ -79,8 +79,7 @@ class ReplayLinearLayer(LinearAttentionCacheLayerMixin):
                 "cache.batch_repeat_interleave or cache.batch_select_indices."
             )
         if self.replay is None or self._replay.batch != x.shape[0]:
-            place = _Allocator(core.geometry, x.dtype, x.device)
-            self.replay = _cache_of(place, x.shape[0], self.options)
+            self.replay = self._alloc(x.shape[0], core.geometry, x.dtype, x.device)
         if self.record_past and not grad:
             y = self._step_back_and_forward(core, x, mask)
         else:
@@ -102,7 +101,7 @@ class ReplayLinearLayer(LinearAttentionCacheLayerMixin):
         if self.is_empty:
             y, final = core.begin(x, cache[0], mask)
             cache.commit()
-            cache[0].checkpoint.copy_(final)
+            cache[0].checkpoint = final
             return y
         y = core(x, cache[0], attention_mask=mask)
         cache.commit()
@@ -176,8 +175,7 @@ class ReplayLinearLayer(LinearAttentionCacheLayerMixin):
             old.reorder(index)
             return
         state = old[0]
-        place = _Allocator(state.geometry, state.ring.v.dtype, state.conv.device)
-        self.replay = _cache_of(place, len(index), self.options)
+        self.replay = self._alloc(len(index), state.geometry, state.ring.v.dtype, state.conv.device)
         for name, tensor in self.replay.tensors().items():
             tensor.copy_(old.tensors()[name].index_select(0, index))
 
@@ -212,6 +210,11 @@ class ReplayLinearLayer(LinearAttentionCacheLayerMixin):
             "got a call of another mixer. Start with a fresh cache."
         )
 
+    def _alloc(self, batch: int, geometry: Geometry, dtype: torch.dtype, device: torch.device) -> ReplayStateCache:
+        cache = ReplayStateCache(_Allocator(geometry, dtype), batch, device=device, **self.options._asdict())
+        cache[0].index = self.layer_idx  # each layer rounds by random numbers of its own
+        return cache
+
     def _rows(self) -> Tensor:
         return torch.arange(self._replay.batch, device=self._replay.seqlen.device)
 
@@ -228,9 +231,9 @@ class ReplayLinearLayer(LinearAttentionCacheLayerMixin):
 class ReplayHybridLayer(ReplayLinearLayer, DynamicLayer):
     """The entry of a block that holds a mixer and full attention: keys and values beside the replay layer."""
 
-    def __init__(self, options: Options):
+    def __init__(self, options: Options, layer_idx: int):
         DynamicLayer.__init__(self)
-        ReplayLinearLayer.__init__(self, options)
+        ReplayLinearLayer.__init__(self, options, layer_idx)
 
     lazy_initialization = DynamicLayer.lazy_initialization
     offload = DynamicLayer.offload
@@ -267,9 +270,9 @@ class ReplayHybridLayer(ReplayLinearLayer, DynamicLayer):
 class _Allocator(nn.Module):
     """Allocates the state of a mixer without holding it, so that a cache can be copied without its model."""
 
-    def __init__(self, geometry: Geometry, dtype: torch.dtype, device: torch.device):
+    def __init__(self, geometry: Geometry, dtype: torch.dtype):
         super().__init__()
-        self.geometry, self.dtype, self.device = geometry, dtype, device
+        self.geometry, self.dtype = geometry, dtype
 
     def alloc_state(
         self,
@@ -292,10 +295,6 @@ class _Allocator(nn.Module):
             dtype=self.dtype,
             device=device,
         )
-
-
-def _cache_of(place: _Allocator, batch: int, options: Options) -> ReplayStateCache:
-    return ReplayStateCache(place, batch, device=place.device, **options._asdict())
 
 
 def _mask_of(x: Tensor, mask: Tensor | None) -> Tensor:

@@ -47,7 +47,7 @@ def layer_of(where: str, cache: Cache, layer_idx: int, options: Options) -> Repl
             f"{where}: cache must be fresh, or made by the patched model; got a state of the unpatched one for layer "
             f"{layer_idx}. Start with a fresh cache."
         )
-    ours = kind(options)
+    ours = kind(options, layer_idx)
     ours.record_past = stock.record_past
     if isinstance(ours, ReplayHybridLayer):  # attention may have come first
         for name in ("keys", "values", "is_initialized", "device", "dtype"):

@@ -22,6 +22,7 @@ class Tiling(NamedTuple):
     fold_p: int
     records: int
     registers: int | None
+    warps: int = 1
     flushers: int = 2112  # 16 on each of 132 processors
 
 
@@ -50,3 +51,35 @@ def choose_tiling(batch: int, nheads: int, headdim: int, d_state: int, recurrenc
     shorter = max(1, -(-d_state // 128))
     rows = max(4, chosen.read_p >> (shorter - 1).bit_length()), max(4, chosen.fold_p >> (shorter - 1).bit_length())
     return chosen._replace(read_p=rows[0], fold_p=rows[1])
+
+
+class TokensTiling(NamedTuple):
+    """The shape of the programs of a step of several tokens. Rows, keys and records are powers of two, at least 16.
+
+    Attributes:
+        block_p: rows of a state that a program reads.
+        keys: of a state that it multiplies at once.
+        stages: blocks of so many keys that are on their way or in use.
+        records: that a program folds at once.
+        registers: most that a thread may have, or None; with few, more programs share a processor.
+        warps: of a program that reads.
+        fold_p: rows of a state that a program folds, a warp for 16.
+        flushers: most programs that fold.
+    """
+
+    block_p: int
+    keys: int
+    stages: int
+    records: int
+    registers: int | None
+    warps: int = 1
+    fold_p: int = 64
+    flushers: int = 528
+
+
+def choose_tokens_tiling(batch: int, nheads: int, headdim: int) -> TokensTiling:
+    """The tallest programs of which there are enough."""
+    block_p = 64
+    while block_p > 16 and (block_p >= 2 * headdim or batch * nheads * -(-headdim // block_p) < ENOUGH):
+        block_p //= 2
+    return TokensTiling(block_p, 32, 3, 32, None, fold_p=block_p)

@@ -14,8 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from replayssm.ops.records import Records, Recurrence
-from replayssm.ops.tiling import Tiling, choose_tiling
-from replayssm.ops.triton_fold import as_keys, fold, four_a_thread, load_tile, over_keys, tile_keys, tile_rows
+from replayssm.ops.tiling import Tiling, choose_tiling, choose_tokens_tiling
+from replayssm.ops.triton_fold import as_keys, fold, four_a_thread, load_tile, nth_to_flush, over_keys, tile_keys, tile_rows
+from replayssm.ops.triton_fold_products import fold_kernel
 from replayssm.ops.triton_records import append_shared, from_records
 from replayssm.ops.triton_tokens import tokens_kernel
 
@@ -44,23 +45,6 @@ def flush_kernel(
             tl.program_id(0) % TILES * FOLD_P,
             H, G, P, N, SLOTS, FOLD_P, ABREAST, BLOCK_N, LANES, CHANNEL, DELTA, WIDE,
         )  # fmt: skip
-
-
-@triton.jit
-def _nth_to_flush(wanted, flushing, rows, batch, BLOCK_B: tl.constexpr):
-    """The row of the call that is the wanted-th, from 0, of those to flush (-1 if there is none), and their number."""
-    found = -1
-    count = 0
-    for first in range(0, batch, BLOCK_B):
-        called = first + tl.arange(0, BLOCK_B)
-        row = called
-        if rows is not None:
-            row = tl.load(rows + called, mask=called < batch, other=-1)
-        due = tl.load(flushing + row, mask=(called < batch) & (row >= 0), other=0).to(tl.int32)
-        place = count + tl.cumsum(due, axis=0) - 1
-        found += tl.sum(tl.where((place == wanted) & (due != 0), called + 1, 0), axis=0)
-        count += tl.sum(due, axis=0)
-    return found, count
 
 
 @triton.jit
@@ -145,7 +129,7 @@ def token_kernel(
     item = tl.program_id(0)
     if folds:
         TILES: tl.constexpr = (P + FOLD_P - 1) // FOLD_P
-        called, count = _nth_to_flush(item // (H * TILES), flushing, rows, batch, BLOCK_B)
+        called, count = nth_to_flush(item // (H * TILES), flushing, rows, batch, BLOCK_B)
         # few at a time leave the others room to read, unless there is much to fold
         sharers = tl.minimum(flushers, tl.maximum(FEW, count * (H * TILES) // 16))
         called = tl.where(item < sharers, called, -1)
@@ -175,7 +159,7 @@ def token_kernel(
                     H, G, P, N, SLOTS, BLOCK_R, FOLD_P, FOLD_P, ABREAST, BLOCK_N, LANES, CHANNEL, DELTA, WIDE,
                 )  # fmt: skip
             item += sharers
-            called, count = _nth_to_flush(item // (H * TILES), flushing, rows, batch, BLOCK_B)
+            called, count = nth_to_flush(item // (H * TILES), flushing, rows, batch, BLOCK_B)
     else:
         READ_TILES: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
         item -= flushers
@@ -253,18 +237,30 @@ def replay(
     tiling = tiling or choose_tiling(batch, nheads, headdim, d_state, recurrence)
     programs = batch * nheads * triton.cdiv(headdim, tiling.block_p)
     at_once = triton.next_power_of_2(slots - t)  # records that can be live
+    block_b = min(BLOCK_B, triton.next_power_of_2(batch))
     if t > 1:
-        flush(flushing, checkpoint, ring, seqlen, flushed, recurrence=recurrence, tiling=tiling)
-        tokens_kernel[(batch * nheads * triton.cdiv(headdim, tiling.fold_p),)](
-            *tensors, *strides, t, *sizes, triton.next_power_of_2(t), min(16, at_once), tiling.fold_p, block_n, *rule,
-            num_warps=1,
+        cut = choose_tokens_tiling(batch, nheads, headdim)
+        block_n = max(16, block_n)
+        if recurrence.decay == "channel":
+            flush(flushing, checkpoint, ring, seqlen, flushed, recurrence=recurrence, tiling=tiling)
+        else:
+            folds = batch * nheads * triton.cdiv(headdim, cut.fold_p)
+            fold_kernel[(min(folds, cut.flushers),)](
+                checkpoint, *ring, rows, flushing, seqlen, flushed, batch, *(x.stride(0) for x in (checkpoint, *ring)),
+                *sizes, block_b, cut.fold_p, max(16, min(at_once, cut.records)), block_n, *rule[1:],
+                num_warps=cut.fold_p // 16,
+            )  # fmt: skip
+        padded = triton.next_power_of_2(t)
+        tokens_kernel[(batch * nheads * triton.cdiv(headdim, cut.block_p),)](
+            *tensors, *strides, t, *sizes, padded, max(8, padded), max(16, at_once), cut.block_p,
+            min(cut.keys, block_n), cut.stages, *rule, num_warps=cut.warps, **_registers(cut.registers),
         )  # fmt: skip
         return y
     flushers = min(batch * nheads * triton.cdiv(headdim, tiling.fold_p), tiling.flushers)
     token_kernel[(flushers + programs,)](
-        *tensors, batch, flushers, *strides, *sizes, min(BLOCK_B, triton.next_power_of_2(batch)),
+        *tensors, batch, flushers, *strides, *sizes, block_b,
         min(tiling.records, at_once), tiling.block_p, tiling.read_p, tiling.fold_p, FEW, ABREAST, block_n,
-        min(LANES, block_n), *rule, num_warps=1, **_registers(tiling),
+        min(LANES, block_n), *rule, num_warps=1, **_registers(tiling.registers),
     )  # fmt: skip
     return y
 
@@ -293,9 +289,9 @@ def flush(
     )  # fmt: skip
 
 
-def _registers(tiling: Tiling) -> dict[str, int]:
+def _registers(most: int | None) -> dict[str, int]:
     """A limit of registers a thread; what is not NVIDIA's has no such option."""
-    return {} if tiling.registers is None or torch.version.hip else {"maxnreg": tiling.registers}
+    return {} if most is None or torch.version.hip else {"maxnreg": most}
 
 
 def _wide(checkpoint: Tensor) -> tl.dtype:

@@ -66,6 +66,23 @@ def as_keys(x, OUTER: tl.constexpr, LANES: tl.constexpr):
 
 
 @triton.jit
+def nth_to_flush(wanted, flushing, rows, batch, BLOCK_B: tl.constexpr):
+    """The row of the call that is the wanted-th, from 0, of those to flush (-1 if there is none), and their number."""
+    found = -1
+    count = 0
+    for first in range(0, batch, BLOCK_B):
+        called = first + tl.arange(0, BLOCK_B)
+        row = called
+        if rows is not None:
+            row = tl.load(rows + called, mask=called < batch, other=-1)
+        due = tl.load(flushing + row, mask=(called < batch) & (row >= 0), other=0).to(tl.int32)
+        place = count + tl.cumsum(due, axis=0) - 1
+        found += tl.sum(tl.where((place == wanted) & (due != 0), called + 1, 0), axis=0)
+        count += tl.sum(due, axis=0)
+    return found, count
+
+
+@triton.jit
 def _record(
     k_ptr, v_ptr, g_ptr, beta_ptr, slot, real, head, n, p,
     H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
