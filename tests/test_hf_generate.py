@@ -182,7 +182,7 @@ def keeps_cache_for_assistance(model):
     return "cache" in names or "past_key_values" in names
 
 
-@pytest.mark.parametrize(("name", "window"), zip(SPECULATIVE, (0, 6, 8, 16, 9), strict=True))
+@pytest.mark.parametrize(("name", "window"), list(zip(SPECULATIVE, (0, 6, 8, 16, 9), strict=True)))
 def test_an_assistant_model_that_replays_too_gives_the_greedy_tokens(name, window, monkeypatch):
     model, assistant = FAMILIES[name].build(), FAMILIES[name].build()
     greedy = model.generate(REPEATED, max_new_tokens=DRAFTED, do_sample=False)
