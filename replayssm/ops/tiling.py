@@ -22,6 +22,7 @@ class Tiling(NamedTuple):
     fold_p: int
     records: int
     registers: int | None
+    warps: int = 1
     flushers: int = 2112  # 16 on each of 132 processors
 
 
@@ -61,6 +62,9 @@ class TokensTiling(NamedTuple):
         stages: blocks of so many keys that are on their way or in use.
         records: that a program folds at once.
         registers: most that a thread may have, or None; with few, more programs share a processor.
+        warps: of a program that reads.
+        fold_p: rows of a state that a program folds, a warp for 16.
+        flushers: most programs that fold.
     """
 
     block_p: int
@@ -68,6 +72,9 @@ class TokensTiling(NamedTuple):
     stages: int
     records: int
     registers: int | None
+    warps: int = 1
+    fold_p: int = 64
+    flushers: int = 528
 
 
 def choose_tokens_tiling(batch: int, nheads: int, headdim: int) -> TokensTiling:
@@ -75,4 +82,4 @@ def choose_tokens_tiling(batch: int, nheads: int, headdim: int) -> TokensTiling:
     block_p = 64
     while block_p > 16 and (block_p >= 2 * headdim or batch * nheads * -(-headdim // block_p) < ENOUGH):
         block_p //= 2
-    return TokensTiling(block_p, 32, 3, 32, None)
+    return TokensTiling(block_p, 32, 3, 32, None, fold_p=block_p)

@@ -16,6 +16,7 @@ from torch import Tensor
 from replayssm.ops.records import Records, Recurrence
 from replayssm.ops.tiling import Tiling, choose_tiling, choose_tokens_tiling
 from replayssm.ops.triton_fold import as_keys, fold, four_a_thread, load_tile, nth_to_flush, over_keys, tile_keys, tile_rows
+from replayssm.ops.triton_fold_products import fold_kernel
 from replayssm.ops.triton_records import append_shared, from_records
 from replayssm.ops.triton_tokens import tokens_kernel
 
@@ -239,13 +240,20 @@ def replay(
     block_b = min(BLOCK_B, triton.next_power_of_2(batch))
     if t > 1:
         cut = choose_tokens_tiling(batch, nheads, headdim)
-        items = batch * nheads * triton.cdiv(headdim, cut.block_p)
-        padded = triton.next_power_of_2(t)
         block_n = max(16, block_n)
-        tokens_kernel[(items,)](
-            *tensors, *strides, t, *sizes, max(8, padded), max(16, padded), max(16, at_once),
-            cut.block_p, min(cut.keys, block_n), cut.stages, 16, min(max(16, at_once), cut.records), ABREAST,
-            block_n, min(LANES, block_n), *rule, num_warps=1, **_registers(cut.registers),
+        if recurrence.decay == "channel":
+            flush(flushing, checkpoint, ring, seqlen, flushed, recurrence=recurrence, tiling=tiling)
+        else:
+            folds = batch * nheads * triton.cdiv(headdim, cut.fold_p)
+            fold_kernel[(min(folds, cut.flushers),)](
+                checkpoint, *ring, rows, flushing, seqlen, flushed, batch, *(x.stride(0) for x in (checkpoint, *ring)),
+                *sizes, block_b, cut.fold_p, max(16, min(at_once, cut.records)), block_n, *rule[1:],
+                num_warps=cut.fold_p // 16,
+            )  # fmt: skip
+        padded = triton.next_power_of_2(t)
+        tokens_kernel[(batch * nheads * triton.cdiv(headdim, cut.block_p),)](
+            *tensors, *strides, t, *sizes, padded, max(8, padded), max(16, at_once), cut.block_p,
+            min(cut.keys, block_n), cut.stages, *rule, num_warps=cut.warps, **_registers(cut.registers),
         )  # fmt: skip
         return y
     flushers = min(batch * nheads * triton.cdiv(headdim, tiling.fold_p), tiling.flushers)

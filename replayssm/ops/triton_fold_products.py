@@ -8,6 +8,7 @@ of a state share.
 import triton
 import triton.language as tl
 
+from replayssm.ops.triton_fold import nth_to_flush
 from replayssm.ops.triton_products import as_the_state, inverse, load_piece, store_piece, times, times_state
 
 # Axes: R records, oldest first, H value heads, G key groups, P headdim, N d_state; r and s are indices of records, p and
@@ -15,46 +16,69 @@ from replayssm.ops.triton_products import as_the_state, inverse, load_piece, sto
 
 
 @triton.jit
-def fold_records(
-    state_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, first_slot, count, head, first_p,
+def _fold_records(
+    tile, k_ptr, v_ptr, g_ptr, beta_ptr, first_slot, count, head, first_p,
     H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr, SLOTS: tl.constexpr,
-    BLOCK_P: tl.constexpr, ROWS: tl.constexpr, RECORDS: tl.constexpr, BLOCK_N: tl.constexpr,
-    DELTA: tl.constexpr, WIDE: tl.constexpr,
+    ROWS: tl.constexpr, RECORDS: tl.constexpr, BLOCK_N: tl.constexpr, DELTA: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Fold the count <= RECORDS records from first_slot on into BLOCK_P rows of the state, in place, ROWS at a time."""
+    """The tile (ROWS, n) of the state after the count <= RECORDS records from first_slot on."""
     r = tl.arange(0, RECORDS)
     n = tl.arange(0, BLOCK_N)
+    p = first_p + tl.arange(0, ROWS)[:, None]
     slot = first_slot + r
     slot = tl.where(slot >= SLOTS, slot - SLOTS, slot)
     live = r < count
-    at_n = slot[:, None] * (G * N) + head // (H // G) * N + n
-    real = live[:, None] & (n < N)
+    keys = tl.load(
+        k_ptr + slot[:, None] * (G * N) + head // (H // G) * N + n, mask=live[:, None] & (n < N), other=0.0
+    )  # fmt: skip
+    u = tl.load(v_ptr + (slot * H + head) * P + p, mask=live & (p < P), other=0.0).to(WIDE)
     beta = tl.load(beta_ptr + slot * H + head, mask=live, other=0.0)
     g = tl.load(g_ptr + slot * H + head, mask=live, other=0.0)
     later = tl.where(slot + 1 >= SLOTS, 0, slot + 1)
     g_later = tl.load(g_ptr + later * H + head, mask=r + 1 < count, other=0.0)
     weight = tl.exp(tl.cumsum(g_later, axis=0, reverse=True))  # of a record at the end
-    whole = tl.exp(tl.sum(g, axis=0))
     if DELTA:
-        reached = tl.exp(tl.cumsum(g, axis=0))
-        keys = tl.load(k_ptr + at_n, mask=real, other=0.0)
         over_k = times(keys, tl.trans(keys), tl.zeros((RECORDS, RECORDS), WIDE))
         over_k *= tl.exp(tl.cumsum(tl.where(r > r[:, None], g, 0.0), axis=1))
-        solved = inverse(over_k, beta, count, RECORDS, WIDE)
-    for piece in tl.range(0, BLOCK_P // ROWS, num_stages=1):
-        begin = first_p + piece * ROWS
-        tile = load_piece(state_ptr, begin, 0, P, N, ROWS, BLOCK_N)
-        p = begin + tl.arange(0, ROWS)[:, None]
-        u = tl.load(v_ptr + (slot * H + head) * P + p, mask=live & (p < P), other=0.0).to(WIDE)
-        keys = tl.load(k_ptr + at_n, mask=real, other=0.0)
-        if keys.dtype != tl.bfloat16:
-            keys = keys.to(WIDE)
-        if DELTA:
-            held = times_state(
-                tile, as_the_state(tl.trans(keys), BLOCK_N, RECORDS), tl.zeros((ROWS, RECORDS), WIDE), BLOCK_N, 16
+        solved = inverse(over_k, beta, count, RECORDS, WIDE) * weight
+    if keys.dtype != tl.bfloat16:
+        keys = keys.to(WIDE)
+    keys = as_the_state(tl.trans(keys), BLOCK_N, RECORDS)
+    if DELTA:
+        held = times_state(tile, keys, tl.zeros((ROWS, RECORDS), WIDE), BLOCK_N, 16)
+        held *= tl.exp(tl.cumsum(g, axis=0))
+        u = times((u - held) * beta, solved, tl.zeros((ROWS, RECORDS), WIDE))
+    else:
+        u *= beta * weight
+    return times(u, tl.trans(keys), tile * tl.exp(tl.sum(g, axis=0)))
+
+
+@triton.jit
+def fold_kernel(
+    state, k, v, g, beta, rows, flushing, seqlen, flushed, batch,
+    state_stride, k_stride, v_stride, g_stride, beta_stride,
+    H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr, SLOTS: tl.constexpr, BLOCK_B: tl.constexpr,
+    ROWS: tl.constexpr, RECORDS: tl.constexpr, BLOCK_N: tl.constexpr, DELTA: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    # The programs share the rows of the call that flush, ROWS rows of the state of a head at a time.
+    TILES: tl.constexpr = (P + ROWS - 1) // ROWS
+    item = tl.program_id(0)
+    called, _ = nth_to_flush(item // (H * TILES), flushing, rows, batch, BLOCK_B)
+    while called >= 0:
+        row = called.to(tl.int64)
+        if rows is not None:
+            row = tl.load(rows + row).to(tl.int64)
+        head = item // TILES % H
+        first_p = item % TILES * ROWS
+        first, count = tl.load(flushed + row), (tl.load(seqlen + row) - tl.load(flushed + row)).to(tl.int32)
+        state_ptr = state + row * state_stride + head * P * N
+        tile = load_piece(state_ptr, first_p, 0, P, N, ROWS, BLOCK_N)
+        for folded in tl.range(0, count, RECORDS, num_stages=1):
+            tile = _fold_records(
+                tile, k + row * k_stride, v + row * v_stride, g + row * g_stride, beta + row * beta_stride,
+                ((first + folded) % SLOTS).to(tl.int32), tl.minimum(count - folded, RECORDS), head, first_p,
+                H, G, P, N, SLOTS, ROWS, RECORDS, BLOCK_N, DELTA, WIDE,
             )  # fmt: skip
-            u = times((u - held * reached) * beta, solved, tl.zeros((ROWS, RECORDS), WIDE)) * weight
-        else:
-            u *= beta * weight
-        tile = times(u, tl.trans(as_the_state(tl.trans(keys), BLOCK_N, RECORDS)), tile * whole)
-        store_piece(tile, state_ptr, begin, 0, P, N, ROWS, BLOCK_N)
+        store_piece(tile, state_ptr, first_p, 0, P, N, ROWS, BLOCK_N)
+        item += tl.num_programs(0)
+        called, _ = nth_to_flush(item // (H * TILES), flushing, rows, batch, BLOCK_B)

@@ -1,11 +1,9 @@
-"""A step of several tokens in one launch: flush, append, and the outputs of all of them from one read of the state."""
+"""A step of several tokens: appends, and the outputs of all of them from one read of the state."""
 
 import triton
 import triton.language as tl
 
 from replayssm.ops.triton_answers import answer
-from replayssm.ops.triton_fold import fold
-from replayssm.ops.triton_fold_products import fold_records
 
 # Axes: T new tokens, H value heads, G key groups, P headdim, N d_state. A name ending in _ptr points at the row of the
 # cache that the program works on.
@@ -17,10 +15,8 @@ def tokens_kernel(
     q_token, k_token, v_token, g_token, beta_token,
     state_stride, k_stride, v_stride, g_stride, beta_stride, u_stride,
     T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr, SLOTS: tl.constexpr,
-    BLOCK_T: tl.constexpr, TOKENS: tl.constexpr, RECORDS: tl.constexpr, BLOCK_P: tl.constexpr,
-    KEYS: tl.constexpr, STAGES: tl.constexpr, FOLD_P: tl.constexpr, AT_ONCE: tl.constexpr,
-    ABREAST: tl.constexpr, BLOCK_N: tl.constexpr, LANES: tl.constexpr,
-    CHANNEL: tl.constexpr, DELTA: tl.constexpr, WIDE: tl.constexpr,
+    REAL_T: tl.constexpr, BLOCK_T: tl.constexpr, RECORDS: tl.constexpr, BLOCK_P: tl.constexpr,
+    KEYS: tl.constexpr, STAGES: tl.constexpr, CHANNEL: tl.constexpr, DELTA: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     # A program owns BLOCK_P rows of a state of one row of the call.
     TILES: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
@@ -39,28 +35,13 @@ def tokens_kernel(
         state_ptr = state + row * state_stride + head * P * N
         k_ptr, v_ptr, g_ptr = k + row * k_stride, v + row * v_stride, g + row * g_stride
         beta_ptr, u_ptr = beta + row * beta_stride, u + row * u_stride
-        if tl.load(flushing + row) != 0:
-            if CHANNEL:
-                for p in range(first_p, first_p + BLOCK_P, FOLD_P):
-                    fold(
-                        state_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, first, start, head, p,
-                        H, G, P, N, SLOTS, FOLD_P, ABREAST, BLOCK_N, LANES, CHANNEL, DELTA, WIDE,
-                    )  # fmt: skip
-            else:
-                for folded in range(0, count, AT_ONCE):
-                    tl.debug_barrier()
-                    fold_records(
-                        state_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, ((first + folded) % SLOTS).to(tl.int32),
-                        tl.minimum(count - folded, AT_ONCE), head, first_p,
-                        H, G, P, N, SLOTS, BLOCK_P, FOLD_P, AT_ONCE, BLOCK_N, DELTA, WIDE,
-                    )  # fmt: skip
+        if tl.load(flushing + row) != 0:  # they have been folded
             count = 0
-            tl.debug_barrier()  # other threads of this program read what was stored
         if new > 0:
             answer(
                 y + at * T * (H * P), state_ptr, q_new + at * T * q_token, k_new + at * T * k_token,
                 v_new + at * T * v_token, g_new + at * T * g_token, beta_new + at * T * beta_token,
                 k_ptr, v_ptr, g_ptr, beta_ptr, u_ptr,
                 new, (start % SLOTS).to(tl.int32), count, head, first_p, q_token, k_token, v_token, g_token, beta_token,
-                T, H, G, P, N, SLOTS, BLOCK_T, TOKENS, RECORDS, BLOCK_P, KEYS, STAGES, CHANNEL, DELTA, WIDE,
+                H, G, P, N, SLOTS, REAL_T, BLOCK_T, RECORDS, BLOCK_P, KEYS, STAGES, CHANNEL, DELTA, WIDE,
             )  # fmt: skip
