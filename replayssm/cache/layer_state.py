@@ -166,7 +166,7 @@ class LayerState(ModuleState):
         history = self.geometry.d_conv - 1
         (past,) = read_rings((self.conv,), step.cache_rows, step.start - history, history)
         written = torch.arange(-history, 0, device=x.device) + step.start.unsqueeze(1) >= 0
-        write_rings((self.conv,), step, (x,))
+        write_rings((self.conv,), step, (x.detach(),))
         window = torch.cat([masked(past, written).to(x.dtype), x], dim=1)
         if step.tree is None:
             return window
