@@ -83,3 +83,25 @@ def choose_tokens_tiling(batch: int, nheads: int, headdim: int) -> TokensTiling:
     while block_p > 16 and (block_p >= 2 * headdim or batch * nheads * -(-headdim // block_p) < ENOUGH):
         block_p //= 2
     return TokensTiling(block_p, 32, 3, 32, None, fold_p=block_p)
+
+
+class CopyTiling(NamedTuple):
+    """The shape of the programs of a step of one token that reads states in a format. Rows are a power of two, >= 16.
+
+    Attributes:
+        block_p: rows of a state that a program reads.
+        records: that it reads at once.
+        registers: most that a thread may have, or None.
+    """
+
+    block_p: int
+    records: int
+    registers: int | None
+
+
+def choose_copy_tiling(batch: int, nheads: int, headdim: int, recurrence: Recurrence) -> CopyTiling:
+    """The tallest programs of which there are enough."""
+    block_p = 64
+    while block_p > 16 and (block_p >= 2 * headdim or batch * nheads * -(-headdim // block_p) < ENOUGH):
+        block_p //= 2
+    return CopyTiling(block_p, 8 if recurrence.decay == "channel" else 16, None)

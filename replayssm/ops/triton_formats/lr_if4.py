@@ -22,8 +22,8 @@ def _terms(
 
 @triton.jit
 def held(
-    planes, strides, row, head, first_p, x_q, x_k,
-    P: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DELTA: tl.constexpr,
+    planes, strides, row, head, first_p, x,
+    P: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """See the package."""
     BLOCKS: tl.constexpr = (N + 31) // 32
@@ -38,12 +38,7 @@ def held(
     us, vs = planes[2] + row * strides[2] + head * (TERMS * P), planes[3] + row * strides[3] + head * (TERMS * N)
     factors = planes[4] + row * strides[4] + head * (1 + 2 * TERMS)
     peak = tl.load(factors) * SHRUNK
-    q, scale_q = as_fp16(x_q)
-    state_q = tl.dot(tile, as_codes(tl.trans(q), KEYS, x_q.shape[0])) * (scale_q * peak)
-    state_q += _terms(us, vs, factors, p, x_q, P, N, KEYS, TERMS)
-    state_k = state_q
-    if DELTA:
-        k, scale_k = as_fp16(x_k)
-        state_k = tl.dot(tile, as_codes(tl.trans(k), KEYS, x_k.shape[0])) * (scale_k * peak)
-        state_k += _terms(us, vs, factors, p, x_k, P, N, KEYS, TERMS)
-    return state_q, state_k
+    x16, scale_x = as_fp16(x)
+    found = tl.dot(tile, as_codes(tl.trans(x16), KEYS, x.shape[0]), input_precision="ieee") * (scale_x * peak)
+    found += _terms(us, vs, factors, p, x, P, N, KEYS, TERMS)
+    return found
