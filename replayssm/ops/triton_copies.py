@@ -98,7 +98,7 @@ def read(
     slots, nheads, headdim = ring.v.shape[1:]
     new = tuple(by_token(x) for x in (q, *records))
     cached = *ring, ring.v if u is None else u  # without a delta rule u is never looked at
-    cut = choose_copy_tiling(batch, nheads, headdim, recurrence)
+    cut = choose_copy_tiling(batch, nheads, headdim, recurrence, held.__module__.rpartition(".")[2])
     copy_kernel[(batch * nheads * triton.cdiv(headdim, cut.block_p),)](
         y, planes, *new, *cached, rows, length, flushing, seqlen, flushed,
         *strides(1, *new), strides(0, *planes), *strides(0, *cached), nheads, ngroups, headdim, d_state, slots,
