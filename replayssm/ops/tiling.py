@@ -83,3 +83,25 @@ def choose_tokens_tiling(batch: int, nheads: int, headdim: int) -> TokensTiling:
     while block_p > 16 and (block_p >= 2 * headdim or batch * nheads * -(-headdim // block_p) < ENOUGH):
         block_p //= 2
     return TokensTiling(block_p, 32, 3, 32, None, fold_p=block_p)
+
+
+class StoreTiling(NamedTuple):
+    """The shape of the programs that store states: one owns a whole head, because some scales are of a head.
+
+    Attributes:
+        rows: of the state, at least as many as there are.
+        keys: likewise.
+        warps: 16 rows of 128 keys each, so that a thread holds 64 numbers.
+        programs: most of a launch.
+    """
+
+    rows: int
+    keys: int
+    warps: int
+    programs: int = 528  # 4 on each of 132 processors
+
+
+def choose_store_tiling(headdim: int, d_state: int) -> StoreTiling:
+    """Powers of two that hold a head; blocks of keys that share a scale are whole."""
+    rows, keys = max(4, 1 << (headdim - 1).bit_length()), max(32, 1 << (d_state - 1).bit_length())
+    return StoreTiling(rows, keys, min(16, rows // 4, max(1, rows * keys // 2048)))

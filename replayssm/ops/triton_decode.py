@@ -15,7 +15,16 @@ from torch import Tensor
 
 from replayssm.ops.records import Records, Recurrence
 from replayssm.ops.tiling import Tiling, choose_tiling, choose_tokens_tiling
-from replayssm.ops.triton_fold import as_keys, fold, four_a_thread, load_tile, nth_to_flush, over_keys, tile_keys, tile_rows
+from replayssm.ops.triton_fold import (
+    as_keys,
+    fold,
+    four_a_thread,
+    load_tile,
+    nth_to_flush,
+    over_keys,
+    tile_keys,
+    tile_rows,
+)
 from replayssm.ops.triton_fold_products import fold_kernel
 from replayssm.ops.triton_records import append_shared, from_records
 from replayssm.ops.triton_tokens import tokens_kernel
@@ -226,14 +235,14 @@ def replay(
     batch, t, ngroups, d_state = q.shape
     slots, nheads, headdim = ring.v.shape[1:]
     y = torch.empty(batch, t, nheads, headdim, dtype=checkpoint.dtype, device=q.device)
-    q, k, v, g, beta = (_by_token(x) for x in (q, *records))
+    q, k, v, g, beta = (by_token(x) for x in (q, *records))
     writes = ring.v if u is None else u  # without a delta rule never looked at
     cached = checkpoint, *ring, writes
     tensors = y, checkpoint, q, k, v, g, beta, *ring, writes, rows, length, flushing, seqlen, flushed
     strides = *(x.stride(1) for x in (q, k, v, g, beta)), *(x.stride(0) for x in cached)
     sizes = nheads, ngroups, headdim, d_state, slots
     block_n = triton.next_power_of_2(d_state)
-    rule = recurrence.decay == "channel", recurrence.delta, _wide(checkpoint)
+    rule = recurrence.decay == "channel", recurrence.delta, wide(checkpoint)
     tiling = tiling or choose_tiling(batch, nheads, headdim, d_state, recurrence)
     programs = batch * nheads * triton.cdiv(headdim, tiling.block_p)
     at_once = triton.next_power_of_2(slots - t)  # records that can be live
@@ -285,7 +294,7 @@ def flush(
     flush_kernel[(batch * nheads * triton.cdiv(headdim, tiling.fold_p),)](
         which, checkpoint, *ring, seqlen, flushed, checkpoint.stride(0), *(x.stride(0) for x in ring),
         nheads, ring.k.shape[2], headdim, d_state, ring.v.shape[1], tiling.fold_p, ABREAST, block_n,
-        min(LANES, block_n), recurrence.decay == "channel", recurrence.delta, _wide(checkpoint), num_warps=1,
+        min(LANES, block_n), recurrence.decay == "channel", recurrence.delta, wide(checkpoint), num_warps=1,
     )  # fmt: skip
 
 
@@ -294,12 +303,12 @@ def _registers(most: int | None) -> dict[str, int]:
     return {} if most is None or torch.version.hip else {"maxnreg": most}
 
 
-def _wide(checkpoint: Tensor) -> tl.dtype:
+def wide(sums: Tensor) -> tl.dtype:
     """The dtype that everything is summed in."""
-    return tl.float64 if checkpoint.dtype == torch.float64 else tl.float32
+    return tl.float64 if sums.dtype == torch.float64 else tl.float32
 
 
-def _by_token(x: Tensor) -> Tensor:
+def by_token(x: Tensor) -> Tensor:
     """(rows, t, ...) such that heads and features are dense and one stride leads from token to token; x if it is."""
     dense = x[0, 0].is_contiguous() and (x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1))
     # not contiguous(): it keeps a tensor of one token whose strides mean nothing
