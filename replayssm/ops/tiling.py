@@ -113,3 +113,25 @@ def choose_copy_tiling(batch: int, nheads: int, headdim: int, recurrence: Recurr
     """For states in the format of this name; the best of sweeps on an H200 at batch 256."""
     records = 4 if recurrence.decay == "channel" else 8
     return CopyTiling(_enough(batch, nheads, headdim), records, 128 if name in LEAN else None)
+
+
+class StoreTiling(NamedTuple):
+    """The shape of the programs that store states: one owns a whole head, because some scales are of a head.
+
+    Attributes:
+        rows: of the state, at least as many as there are.
+        keys: likewise.
+        warps: 16 rows of 128 keys each, so that a thread holds 64 numbers.
+        programs: most of a launch.
+    """
+
+    rows: int
+    keys: int
+    warps: int
+    programs: int = 528  # 4 on each of 132 processors
+
+
+def choose_store_tiling(headdim: int, d_state: int) -> StoreTiling:
+    """Powers of two that hold a head; blocks of keys that share a scale are whole."""
+    rows, keys = max(4, 1 << (headdim - 1).bit_length()), max(32, 1 << (d_state - 1).bit_length())
+    return StoreTiling(rows, keys, min(16, rows // 4, max(1, rows * keys // 2048)))

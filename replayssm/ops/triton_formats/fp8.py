@@ -3,7 +3,14 @@
 import triton
 import triton.language as tl
 
+from replayssm.ops.triton_blocks import write_fp8_rows
 from replayssm.ops.triton_codes import as_fp16, e4m3_as_fp16
+
+
+@triton.jit
+def quantize(tile, planes, p, P: tl.constexpr, N: tl.constexpr):
+    """Round to the nearest."""
+    write_fp8_rows(tile, None, planes, p, P, N)
 
 
 @triton.jit

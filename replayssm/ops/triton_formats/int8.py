@@ -3,7 +3,14 @@
 import triton
 import triton.language as tl
 
+from replayssm.ops.triton_blocks import write_int8_blocks
 from replayssm.ops.triton_codes import as_bytes, as_fp16, from_int8, power_of_two
+
+
+@triton.jit
+def quantize(tile, planes, p, P: tl.constexpr, N: tl.constexpr):
+    """Round to the nearest."""
+    write_int8_blocks(tile, None, planes, p, P, N)
 
 
 @triton.jit

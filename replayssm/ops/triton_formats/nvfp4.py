@@ -3,7 +3,14 @@
 import triton
 import triton.language as tl
 
+from replayssm.ops.triton_blocks import write_nvfp4
 from replayssm.ops.triton_codes import SHRUNK, as_codes, as_fp16, from_e2m1
+
+
+@triton.jit
+def quantize(tile, planes, p, P: tl.constexpr, N: tl.constexpr):
+    """Round to the nearest."""
+    write_nvfp4(tile, None, planes, p, P, N)
 
 
 @triton.jit
