@@ -34,6 +34,8 @@ FORMAT_ERROR = {
     "nvfp4_sr": (12.7, 15.0),
 }
 STOCHASTIC = (1.33, 1.50)  # its error over that of rounding to the nearest; sqrt(2) where a step is uniform
+LR_IF4 = 0.02  # of lr_if4's error: how far a kernel's, whose sums run in another order, may be from it
+FEW_CODES = 1e-4  # of its codes may be others then
 # On the streams of streams.py, Mamba-2 and Gated DeltaNet: errors of outputs in percent, or ratios of errors, that were
 # measured there by that author, and from them what may be.
 STREAMS = {

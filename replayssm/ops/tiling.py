@@ -77,9 +77,61 @@ class TokensTiling(NamedTuple):
     flushers: int = 528
 
 
-def choose_tokens_tiling(batch: int, nheads: int, headdim: int) -> TokensTiling:
-    """The tallest programs of which there are enough."""
+def choose_tokens_tiling(batch: int, nheads: int, headdim: int, recurrence: Recurrence) -> TokensTiling:
+    """The best of sweeps on an H200 at batch 256, cut shorter until there are enough programs."""
+    block_p = _enough(batch, nheads, headdim)
+    keys = 16 if recurrence.decay == "channel" else 32  # decays by channel take registers of their own
+    return TokensTiling(block_p, keys, 3, 16, None if recurrence.delta else 128, fold_p=block_p)
+
+
+def _enough(batch: int, nheads: int, headdim: int) -> int:
+    """Rows of a program, 64 at most, such that there are enough programs."""
     block_p = 64
     while block_p > 16 and (block_p >= 2 * headdim or batch * nheads * -(-headdim // block_p) < ENOUGH):
         block_p //= 2
-    return TokensTiling(block_p, 32, 3, 32, None, fold_p=block_p)
+    return block_p
+
+
+class CopyTiling(NamedTuple):
+    """The shape of the programs of a step of one token that reads states in a format. Rows are a power of two, >= 16.
+
+    Attributes:
+        block_p: rows of a state that a program reads.
+        records: that it reads at once.
+        registers: most that a thread may have, or None.
+    """
+
+    block_p: int
+    records: int
+    registers: int | None
+
+
+LEAN = ("nvfp4", "int8")  # formats whose products need few registers: more programs are then resident
+
+
+def choose_copy_tiling(batch: int, nheads: int, headdim: int, recurrence: Recurrence, name: str) -> CopyTiling:
+    """For states in the format of this name; the best of sweeps on an H200 at batch 256."""
+    records = 4 if recurrence.decay == "channel" else 8
+    return CopyTiling(_enough(batch, nheads, headdim), records, 128 if name in LEAN else None)
+
+
+class StoreTiling(NamedTuple):
+    """The shape of the programs that store states: one owns a whole head, because some scales are of a head.
+
+    Attributes:
+        rows: of the state, at least as many as there are.
+        keys: likewise.
+        warps: 16 rows of 128 keys each, so that a thread holds 64 numbers.
+        programs: most of a launch.
+    """
+
+    rows: int
+    keys: int
+    warps: int
+    programs: int = 528  # 4 on each of 132 processors
+
+
+def choose_store_tiling(headdim: int, d_state: int) -> StoreTiling:
+    """Powers of two that hold a head; blocks of keys that share a scale are whole."""
+    rows, keys = max(4, 1 << (headdim - 1).bit_length()), max(32, 1 << (d_state - 1).bit_length())
+    return StoreTiling(rows, keys, min(16, rows // 4, max(1, rows * keys // 2048)))

@@ -111,7 +111,12 @@ def answer(
             remaining = tl.exp(tl.sum(g_r, axis=0) + before)
             x_q, x_k = x_q * remaining, x_k * remaining
         if HELD is not None:  # all keys at once
-            state_q, state_k = HELD(planes, plane_strides, row, head, first_p, x_q, x_k, P, N, BLOCK_P, KEYS, DELTA)
+            if DELTA:
+                x = tl.reshape(tl.permute(tl.join(x_q, x_k), (0, 2, 1)), (2 * BLOCK_T, KEYS))
+                both = HELD(planes, plane_strides, row, head, first_p, x, P, N, BLOCK_P, KEYS)
+                state_q, state_k = tl.split(tl.reshape(both, (BLOCK_P, BLOCK_T, 2)))
+            else:
+                state_q = HELD(planes, plane_strides, row, head, first_p, x_q, P, N, BLOCK_P, KEYS)
         else:
             if x_q.dtype != tl.bfloat16:
                 x_q, x_k = x_q.to(WIDE), x_k.to(WIDE)

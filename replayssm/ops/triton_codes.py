@@ -35,12 +35,6 @@ def e4m3_as_fp16(code):
 
 
 @triton.jit
-def from_e4m3(code):
-    """The numbers of E4M3 codes, fp32; NaN of those that have no number is left to their scale."""
-    return e4m3_as_fp16(code).to(tl.float32) * 2.0**8
-
-
-@triton.jit
 def _e4m3(code, times: tl.constexpr):
     """The number of an E4M3 code without its sign, times a power of two, fp16."""
     return ((code & 0x7F).to(tl.uint16) << 7).to(tl.float16, bitcast=True) * (times * 2.0**8)

@@ -277,7 +277,7 @@ def _fold(
     batch, nheads, headdim, d_state = checkpoint.shape
     called = batch if rows is None else len(rows)
     slots = ring.v.shape[1]
-    cut = choose_tokens_tiling(called, nheads, headdim)
+    cut = choose_tokens_tiling(called, nheads, headdim, recurrence)
     fold_kernel[(min(called * nheads * triton.cdiv(headdim, cut.fold_p), cut.flushers),)](
         checkpoint, *ring, rows, which, seqlen, flushed, called, *strides(0, checkpoint, *ring),
         nheads, ring.k.shape[2], headdim, d_state, slots, min(BLOCK_B, triton.next_power_of_2(called)), cut.fold_p,

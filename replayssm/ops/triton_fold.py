@@ -6,8 +6,8 @@ import triton.language as tl
 # Axes: H value heads, G key groups, P headdim, N d_state. A tile of the state is (ABREAST, deep, outer, LANES): row p =
 # deep * ABREAST + abreast, key n = outer * LANES + lane. The threads of a warp lie along abreast and lanes, eight to a
 # row, so that a sum over keys stays mostly in one thread. Keys are loaded once for every row abreast, hence in the
-# layout of the tile: nothing is moved between threads to multiply them. With a decay per channel they are loaded once
-# for the warp instead, for it takes their exponentials, and moved to the tile's layout after that.
+# layout of the tile: nothing is moved between threads to multiply them. With a decay per channel, which takes
+# exponentials, or with several warps they are loaded once for the program instead, and moved to that layout after it.
 # A name ending in _ptr points at the row of the cache that the program works on, state_ptr at the head of it.
 
 
@@ -51,6 +51,13 @@ def load_tile(state_ptr, p, n, P: tl.constexpr, N: tl.constexpr, WHOLE_P: tl.con
         return tl.load(pointer)
     else:
         return tl.load(pointer, mask=(p[:, :, None, None] < P) & (n < N), other=0.0)
+
+
+@triton.jit
+def load_rows(state_ptr, p, n, P: tl.constexpr, N: tl.constexpr):
+    """A tile whose first row is a multiple of its rows."""
+    ROWS: tl.constexpr = p.shape[0] * p.shape[1]
+    return load_tile(state_ptr, p, n, P, N, (ROWS + P - 1) // ROWS * ROWS == P, n.shape[2] * n.shape[3] == N)
 
 
 @triton.jit
@@ -101,17 +108,21 @@ def _record(
 @triton.jit
 def _apply_two(
     tile, k0, v0, g0, beta0, k1, v1, g1, beta1,
-    OUTER: tl.constexpr, LANES: tl.constexpr, CHANNEL: tl.constexpr, DELTA: tl.constexpr, WIDE: tl.constexpr,
+    OUTER: tl.constexpr, LANES: tl.constexpr, ONCE: tl.constexpr,
+    CHANNEL: tl.constexpr, DELTA: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """The state after two more tokens; what it holds for both keys is summed at once."""
+    """The state after two more tokens; what it holds for both keys is summed at once. With ONCE keys are (n,)."""
     k0, v0, k1, v1 = k0.to(WIDE), v0.to(WIDE), k1.to(WIDE), v1.to(WIDE)
     first, second = tl.exp(g0), tl.exp(g1)
     both = first * second
+    if CHANNEL:
+        found0, found1 = as_keys(k0 * first, OUTER, LANES), as_keys(k1 * both, OUTER, LANES)
+        k0, k1, both = as_keys(k0 * second, OUTER, LANES), as_keys(k1, OUTER, LANES), as_keys(both, OUTER, LANES)
+    elif ONCE:
+        k0, k1 = as_keys(k0, OUTER, LANES), as_keys(k1, OUTER, LANES)
     if DELTA:
         if CHANNEL:
-            held0 = over_keys(tile * as_keys(k0 * first, OUTER, LANES))
-            held1 = over_keys(tile * as_keys(k1 * both, OUTER, LANES))
-            overlap = tl.sum(k0 * second * k1)
+            held0, held1, overlap = over_keys(tile * found0), over_keys(tile * found1), over_keys(k0 * k1)
         else:
             held0, held1 = over_keys(tile * k0) * first, over_keys(tile * k1) * both
             overlap = over_keys(k0 * k1) * second
@@ -119,25 +130,26 @@ def _apply_two(
         u1 = beta1 * (v1 - held1 - overlap * u0)
     else:
         u0, u1 = beta0 * v0, beta1 * v1
-    if CHANNEL:
-        k0, k1, both = as_keys(k0 * second, OUTER, LANES), as_keys(k1, OUTER, LANES), as_keys(both, OUTER, LANES)
-    else:
+    if not CHANNEL:
         u0 *= second
     return tile * both + u0[:, :, None, None] * k0 + u1[:, :, None, None] * k1
 
 
 @triton.jit
-def fold(
-    state_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, first, last, head, first_p,
+def folded(
+    planes, k_ptr, v_ptr, g_ptr, beta_ptr, first, last, head, first_p,
     H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr, SLOTS: tl.constexpr,
-    FOLD_P: tl.constexpr, ABREAST: tl.constexpr, BLOCK_N: tl.constexpr, LANES: tl.constexpr,
-    CHANNEL: tl.constexpr, DELTA: tl.constexpr, WIDE: tl.constexpr,
+    FOLD_P: tl.constexpr, ABREAST: tl.constexpr, BLOCK_N: tl.constexpr, LANES: tl.constexpr, LOAD: tl.constexpr,
+    ONCE: tl.constexpr, CHANNEL: tl.constexpr, DELTA: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Fold the records of tokens first .. last - 1 into FOLD_P rows of the state, in place; returns the rows."""
+    """FOLD_P rows of the state, which LOAD gets from its planes, after the records of tokens first .. last - 1.
+
+    With ONCE keys are loaded once for the program; a decay by channel and several warps want that.
+    """
     WHOLE_P: tl.constexpr = P % FOLD_P == 0
     WHOLE_N: tl.constexpr = N == BLOCK_N
     n_tile = tile_keys(ABREAST, BLOCK_N, LANES)
-    if CHANNEL:
+    if ONCE:
         n = tl.arange(0, BLOCK_N)
     else:
         n = n_tile
@@ -152,7 +164,7 @@ def fold(
     k1, v1, g1, beta1 = _record(
         k_ptr, v_ptr, g_ptr, beta_ptr, slot1, count > 1, head, n, p, H, G, P, N, CHANNEL, WHOLE_P, WHOLE_N
     )  # fmt: skip
-    tile = load_tile(state_ptr, p, n_tile, P, N, WHOLE_P, WHOLE_N)
+    tile = LOAD(planes, p, n_tile, P, N).to(WIDE)
     while count > 0:
         # two records are on their way while two are applied
         slot0 = tl.where(slot1 + 1 >= SLOTS, 0, slot1 + 1)
@@ -163,12 +175,30 @@ def fold(
         k3, v3, g3, beta3 = _record(
             k_ptr, v_ptr, g_ptr, beta_ptr, slot1, count > 3, head, n, p, H, G, P, N, CHANNEL, WHOLE_P, WHOLE_N
         )  # fmt: skip
-        tile = _apply_two(tile, k0, v0, g0, beta0, k1, v1, g1, beta1, BLOCK_N // LANES, LANES, CHANNEL, DELTA, WIDE)
+        tile = _apply_two(
+            tile, k0, v0, g0, beta0, k1, v1, g1, beta1, BLOCK_N // LANES, LANES, ONCE, CHANNEL, DELTA, WIDE
+        )
         k0, v0, g0, beta0, k1, v1, g1, beta1 = k2, v2, g2, beta2, k3, v3, g3, beta3
         count -= 2
-    pointer = state_ptr + p[:, :, None, None] * N + n_tile
-    if WHOLE_P and WHOLE_N:
+    return tile
+
+
+@triton.jit
+def fold(
+    state_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, first, last, head, first_p,
+    H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr, SLOTS: tl.constexpr,
+    FOLD_P: tl.constexpr, ABREAST: tl.constexpr, BLOCK_N: tl.constexpr, LANES: tl.constexpr,
+    CHANNEL: tl.constexpr, DELTA: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Fold the records of tokens first .. last - 1 into FOLD_P rows of the state, in place; returns the rows."""
+    tile = folded(
+        state_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, first, last, head, first_p,
+        H, G, P, N, SLOTS, FOLD_P, ABREAST, BLOCK_N, LANES, load_rows, CHANNEL, CHANNEL, DELTA, WIDE,
+    )  # fmt: skip
+    p, n = tile_rows(first_p, FOLD_P, ABREAST), tile_keys(ABREAST, BLOCK_N, LANES)
+    pointer = state_ptr + p[:, :, None, None] * N + n
+    if P % FOLD_P == 0 and N == BLOCK_N:
         tl.store(pointer, tile)
     else:
-        tl.store(pointer, tile, mask=(p[:, :, None, None] < P) & (n_tile < N))
+        tl.store(pointer, tile, mask=(p[:, :, None, None] < P) & (n < N))
     return tile

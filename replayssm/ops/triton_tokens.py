@@ -88,7 +88,7 @@ def read(
         y = torch.empty(batch, t, nheads, headdim, dtype=dtype, device=q.device)
     new = tuple(by_token(x) for x in (q, *records))
     cached = *ring, ring.v if u is None else u  # without a delta rule u is never looked at
-    cut = choose_tokens_tiling(batch, nheads, headdim)
+    cut = choose_tokens_tiling(batch, nheads, headdim, recurrence)
     padded, block_n = triton.next_power_of_2(t), max(16, triton.next_power_of_2(d_state))
     tokens_kernel[(batch * nheads * triton.cdiv(headdim, cut.block_p),)](
         y, planes, *new, *cached, rows, length, flushing, seqlen, flushed,

@@ -3,23 +3,25 @@
 import triton
 import triton.language as tl
 
+from replayssm.ops.triton_blocks import write_fp8_rows
 from replayssm.ops.triton_codes import as_fp16, e4m3_as_fp16
 
 
 @triton.jit
+def quantize(tile, planes, p, P: tl.constexpr, N: tl.constexpr):
+    """Round to the nearest."""
+    write_fp8_rows(tile, None, planes, p, P, N)
+
+
+@triton.jit
 def held(
-    planes, strides, row, head, first_p, x_q, x_k,
-    P: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DELTA: tl.constexpr,
+    planes, strides, row, head, first_p, x,
+    P: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """See the package."""
     p, n = first_p + tl.arange(0, ROWS), tl.arange(0, KEYS)
     codes = planes[0] + row * strides[0] + (head * P + p[:, None]) * N + n
     tile = e4m3_as_fp16(tl.load(codes, mask=(p[:, None] < P) & (n < N), other=0))
     scale = tl.load(planes[1] + row * strides[1] + head * P + p, mask=p < P, other=0.0) * 2.0**8
-    q, scale_q = as_fp16(x_q)
-    state_q = tl.dot(tile, tl.trans(q)) * scale_q * scale[:, None]
-    state_k = state_q
-    if DELTA:
-        k, scale_k = as_fp16(x_k)
-        state_k = tl.dot(tile, tl.trans(k)) * scale_k * scale[:, None]
-    return state_q, state_k
+    x16, scale_x = as_fp16(x)
+    return tl.dot(tile, tl.trans(x16), input_precision="ieee") * scale_x * scale[:, None]

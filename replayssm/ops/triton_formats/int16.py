@@ -8,19 +8,15 @@ from replayssm.ops.triton_products import times
 
 @triton.jit
 def held(
-    planes, strides, row, head, first_p, x_q, x_k,
-    P: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DELTA: tl.constexpr,
+    planes, strides, row, head, first_p, x,
+    P: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """See the package."""
     p, n = first_p + tl.arange(0, ROWS), tl.arange(0, KEYS)
     codes = planes[0] + row * strides[0] + (head * P + p[:, None]) * N + n
     tile = tl.load(codes, mask=(p[:, None] < P) & (n < N), other=0).to(tl.float32)
     scale = tl.load(planes[1] + row * strides[1] + head * P + p, mask=p < P, other=0.0)[:, None]
-    if x_q.dtype != tl.bfloat16:
-        x_q, x_k = x_q.to(tl.float32), x_k.to(tl.float32)
-    none = tl.zeros((ROWS, x_q.shape[0]), tl.float32)
-    state_q = times(tile, tl.trans(x_q), none) * scale
-    state_k = none
-    if DELTA:
-        state_k = times(tile, tl.trans(x_k), none) * scale
-    return state_q, state_k
+    if x.dtype != tl.bfloat16:
+        x = x.to(tl.float32)
+    none = tl.zeros((ROWS, x.shape[0]), tl.float32)
+    return times(tile, tl.trans(x), none) * scale

@@ -3,13 +3,20 @@
 import triton
 import triton.language as tl
 
+from replayssm.ops.triton_blocks import write_int8_blocks
 from replayssm.ops.triton_codes import as_bytes, as_fp16, from_int8, power_of_two
 
 
 @triton.jit
+def quantize(tile, planes, p, P: tl.constexpr, N: tl.constexpr):
+    """Round to the nearest."""
+    write_int8_blocks(tile, None, planes, p, P, N)
+
+
+@triton.jit
 def held(
-    planes, strides, row, head, first_p, x_q, x_k,
-    P: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DELTA: tl.constexpr,
+    planes, strides, row, head, first_p, x,
+    P: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """See the package. Numbers of a row are rounded to 11 bits, the largest of its scales being one of them."""
     BLOCKS: tl.constexpr = (N + 31) // 32
@@ -21,10 +28,5 @@ def held(
     scales = tl.load(scale, mask=(p < P) & (block < BLOCKS), other=0.0).to(tl.float32)
     by_row, inverse = power_of_two(tl.max(scales, axis=1))
     tile = from_int8(words, (scales * inverse[:, None]).to(tl.float16), ROWS, KEYS, 8 if KEYS >= 32 else KEYS // 4)
-    q, scale_q = as_fp16(x_q)
-    state_q = tl.dot(tile, as_bytes(tl.trans(q), KEYS, x_q.shape[0])) * scale_q * by_row[:, None]
-    state_k = state_q
-    if DELTA:
-        k, scale_k = as_fp16(x_k)
-        state_k = tl.dot(tile, as_bytes(tl.trans(k), KEYS, x_k.shape[0])) * scale_k * by_row[:, None]
-    return state_q, state_k
+    x16, scale_x = as_fp16(x)
+    return tl.dot(tile, as_bytes(tl.trans(x16), KEYS, x.shape[0]), input_precision="ieee") * scale_x * by_row[:, None]

@@ -1,13 +1,138 @@
-"""lr_if4 for kernels: the 4-bit part as nvfp4's, the terms by their products; see ``cache.formats.lr_if4``."""
+"""lr_if4 for kernels: the 4-bit part as nvfp4's, the terms by their products; see ``cache.formats.lr_if4``.
+
+Terms are sums over rows and keys, in another order than in plain PyTorch: now and then a code is another one.
+"""
 
 import triton
 import triton.language as tl
 
-from replayssm.ops.triton_codes import SHRUNK, as_codes, as_fp16, from_e4m3, from_if4
+from replayssm.ops.triton_blocks import (
+    by_block,
+    e4m3_scales,
+    in_blocks,
+    of_the_head,
+    packed,
+    write_block_scales,
+    write_rows,
+)
+from replayssm.ops.triton_codes import SHRUNK, as_codes, as_fp16, from_if4
+from replayssm.ops.triton_rounding import from_e2m1, from_e4m3, largest, nonzero, to_e2m1, to_e4m3, to_integer
+
+BLOCK, INTEGERS, ONE_TERM = tl.constexpr(32), tl.constexpr(7), tl.constexpr(80)
+
+# Axes: P headdim, N d_state; p and n are indices of rows and keys. In blocks a tile is (ABREAST, deep, blocks, BLOCK),
+# a vector of keys (blocks, BLOCK) and one of rows (ABREAST, deep).
 
 
 @triton.jit
-def _terms(
+def quantize(tile, planes, p, P: tl.constexpr, N: tl.constexpr):
+    """Take out term after term, then choose scale and grid of each block by its sum of squared errors."""
+    TERMS: tl.constexpr = 1 if P <= ONE_TERM else 2
+    BLOCKS: tl.constexpr = (N + BLOCK - 1) // BLOCK
+    rest = in_blocks(tile, BLOCK)
+    n = tl.arange(0, rest.shape[2])[:, None] * BLOCK + tl.arange(0, BLOCK)
+    for term in tl.static_range(TERMS):
+        v = _direction(rest, p)
+        scale_v = nonzero(tl.div_rn(_over_all(v), 448.0))
+        code_v = to_e4m3(tl.div_rn(v, tl.broadcast_to(scale_v, v.shape)), None)
+        v = from_e4m3(code_v) * scale_v
+        u = _times(rest, v)
+        u = tl.div_rn(u, tl.broadcast_to(nonzero(_sum(v * v)), u.shape))
+        scale_u = nonzero(tl.div_rn(_over_all(u), 448.0))
+        code_u = to_e4m3(tl.div_rn(u, tl.broadcast_to(scale_u, u.shape)), None)
+        rest -= (from_e4m3(code_u) * scale_u)[:, :, None, None] * v
+        tl.store(planes[2] + term * P + p, code_u, mask=p < P)
+        tl.store(planes[3] + term * N + n, code_v, mask=n < N)
+        tl.store(planes[4] + 1 + term, scale_u)
+        tl.store(planes[4] + 1 + TERMS + term, scale_v)
+    block = largest(rest, 3)
+    head = nonzero(tl.div_rn(of_the_head(block), 256.0 * 6.0))
+    tl.store(planes[4], head)
+    scales = e4m3_scales(block, 6.0, head)
+    error = _error(rest, scales, head, False)
+    other = e4m3_scales(block, 4.0, head)
+    other_error = _error(rest, other, head, False)
+    scales = tl.where(other_error < error, other, scales)
+    error = tl.minimum(error, other_error)
+    other = e4m3_scales(block, 7.0, head)
+    whole = _error(rest, other, head, True) < error
+    scales = tl.where(whole, other, scales)
+    x = _over_scale(rest, scales, head)
+    codes = tl.where(whole[:, :, :, None], _integer_code(x), to_e2m1(x, None))
+    write_rows(packed(codes), planes[0], p, P, BLOCKS * BLOCK // 2)
+    write_block_scales(tl.where(whole, scales | 0x80, scales), planes[1], p, P, BLOCKS)
+
+
+@triton.jit
+def _direction(x, p):
+    """About the first right singular vector (blocks, BLOCK): the longest row, the first of several, after one step."""
+    length = largest(tl.sum(tl.sum(x * x, axis=3), axis=2)[:, :, None], 2).to(tl.int32, bitcast=True)
+    longest = tl.max(tl.max(length, axis=1), axis=0)
+    first = tl.min(tl.min(tl.where(length == longest, p, 1 << 30), axis=1), axis=0)
+    row = tl.sum(tl.sum(tl.where((p == first)[:, :, None, None], x, 0.0), axis=1), axis=0)
+    held = _times(x, _unit(row))
+    return _unit(tl.sum(tl.sum(x * held[:, :, None, None], axis=1), axis=0))
+
+
+@triton.jit
+def _times(x, v):
+    return tl.sum(tl.sum(x * v, axis=3), axis=2)
+
+
+@triton.jit
+def _sum(v):
+    return tl.sum(tl.sum(v, axis=1), axis=0)
+
+
+@triton.jit
+def _over_all(v):
+    """The largest magnitude of a vector in two axes."""
+    return largest(largest(v, 1), 0)
+
+
+@triton.jit
+def _unit(v):
+    length = nonzero(tl.sqrt_rn(_sum(v * v)))
+    return tl.div_rn(v, tl.broadcast_to(length, v.shape))
+
+
+@triton.jit
+def _over_scale(x, scales, head):
+    return tl.div_rn(x, tl.broadcast_to(by_block(scales, head), x.shape))
+
+
+@triton.jit
+def _error(x, scales, head, WHOLE: tl.constexpr):
+    """The sum of squared errors of each block under these scales, in one of the grids."""
+    over = _over_scale(x, scales, head)
+    if WHOLE:
+        number = to_integer(over, INTEGERS, None)
+    else:
+        number = from_e2m1(to_e2m1(over, None))
+    error = number * by_block(scales, head) - x
+    return _halves(error * error)
+
+
+@triton.jit
+def _halves(x):
+    """Sum over the last axis (BLOCK,), halves added to halves."""
+    COUNT: tl.constexpr = x.shape[3]
+    if COUNT == 1:
+        return tl.reshape(x, (x.shape[0], x.shape[1], x.shape[2]))
+    else:
+        pairs = tl.reshape(x, (x.shape[0], x.shape[1], x.shape[2], 2, COUNT // 2))
+        return _halves(tl.sum(pairs, axis=3))
+
+
+@triton.jit
+def _integer_code(x):
+    """The sign above the magnitude of the nearest whole number."""
+    sign = x.to(tl.uint32, bitcast=True) >> 31 << 3
+    return (tl.abs(to_integer(x, INTEGERS, None)).to(tl.uint32) | sign).to(tl.uint8)
+
+
+@triton.jit
+def _of_terms(
     us, vs, factors, p, x, P: tl.constexpr, N: tl.constexpr, KEYS: tl.constexpr, TERMS: tl.constexpr
 ):  # fmt: skip
     """What the terms of one head hold for x (t, KEYS): (ROWS, t)."""
@@ -22,8 +147,8 @@ def _terms(
 
 @triton.jit
 def held(
-    planes, strides, row, head, first_p, x_q, x_k,
-    P: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DELTA: tl.constexpr,
+    planes, strides, row, head, first_p, x,
+    P: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """See the package."""
     BLOCKS: tl.constexpr = (N + 31) // 32
@@ -38,12 +163,7 @@ def held(
     us, vs = planes[2] + row * strides[2] + head * (TERMS * P), planes[3] + row * strides[3] + head * (TERMS * N)
     factors = planes[4] + row * strides[4] + head * (1 + 2 * TERMS)
     peak = tl.load(factors) * SHRUNK
-    q, scale_q = as_fp16(x_q)
-    state_q = tl.dot(tile, as_codes(tl.trans(q), KEYS, x_q.shape[0])) * (scale_q * peak)
-    state_q += _terms(us, vs, factors, p, x_q, P, N, KEYS, TERMS)
-    state_k = state_q
-    if DELTA:
-        k, scale_k = as_fp16(x_k)
-        state_k = tl.dot(tile, as_codes(tl.trans(k), KEYS, x_k.shape[0])) * (scale_k * peak)
-        state_k += _terms(us, vs, factors, p, x_k, P, N, KEYS, TERMS)
-    return state_q, state_k
+    x16, scale_x = as_fp16(x)
+    found = tl.dot(tile, as_codes(tl.trans(x16), KEYS, x.shape[0]), input_precision="ieee") * (scale_x * peak)
+    found += _of_terms(us, vs, factors, p, x, P, N, KEYS, TERMS)
+    return found

@@ -3,13 +3,20 @@
 import triton
 import triton.language as tl
 
+from replayssm.ops.triton_blocks import write_nvfp4
 from replayssm.ops.triton_codes import SHRUNK, as_codes, as_fp16, from_e2m1
 
 
 @triton.jit
+def quantize(tile, planes, p, P: tl.constexpr, N: tl.constexpr):
+    """Round to the nearest."""
+    write_nvfp4(tile, None, planes, p, P, N)
+
+
+@triton.jit
 def held(
-    planes, strides, row, head, first_p, x_q, x_k,
-    P: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DELTA: tl.constexpr,
+    planes, strides, row, head, first_p, x,
+    P: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """See the package."""
     BLOCKS: tl.constexpr = (N + 15) // 16
@@ -21,10 +28,5 @@ def held(
     scales = tl.load(scale, mask=(p < P) & (block < BLOCKS), other=0)
     tile = from_e2m1(words, scales, ROWS, KEYS, 2)
     peak = tl.load(planes[2] + row * strides[2] + head) * SHRUNK
-    q, scale_q = as_fp16(x_q)
-    state_q = tl.dot(tile, as_codes(tl.trans(q), KEYS, x_q.shape[0])) * (scale_q * peak)
-    state_k = state_q
-    if DELTA:
-        k, scale_k = as_fp16(x_k)
-        state_k = tl.dot(tile, as_codes(tl.trans(k), KEYS, x_k.shape[0])) * (scale_k * peak)
-    return state_q, state_k
+    x16, scale_x = as_fp16(x)
+    return tl.dot(tile, as_codes(tl.trans(x16), KEYS, x.shape[0]), input_precision="ieee") * (scale_x * peak)

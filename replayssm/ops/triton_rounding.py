@@ -1,0 +1,146 @@
+"""Rounding to narrow numbers and random words in kernels: the bits that ``cache.rounding`` and ``cache.philox`` give.
+
+What these do in 64 bits is done in 32 here. ``words`` None is to the nearest, as there.
+"""
+
+import triton
+import triton.language as tl
+
+# Axes: P headdim, N d_state. A tile of the state is (ABREAST, deep, outer, LANES), as in triton_fold.
+
+E2M1_MOST = tl.constexpr(6.0)
+_ROUNDS = tl.constexpr(10)
+_INFINITY = tl.constexpr(0x7F800000)  # as bits; NaN is above
+
+
+@triton.jit
+def state_words(seed, position, layer, head, p, P: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(ABREAST, deep, BLOCK_N / 4, 4) uint32: a word for every number of rows p (ABREAST, deep), key by key."""
+    group = (head * P + p[:, :, None]) * ((N + 3) // 4) + tl.arange(0, BLOCK_N // 4)
+    low, high = position.to(tl.uint32), (position >> 32).to(tl.uint32)
+    w0, w1, w2, w3 = tl.philox(seed, group.to(tl.uint32), low, tl.cast(layer, tl.uint32), high, _ROUNDS)
+    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
+    return tl.reshape(words, (words.shape[0], words.shape[1], BLOCK_N // 4, 4))
+
+
+@triton.jit
+def _magnitude(x):
+    """The bits of fp32 x without its sign."""
+    return x.to(tl.uint32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def _negative(x):
+    """1 where the sign bit is set, uint32."""
+    return x.to(tl.uint32, bitcast=True) >> 31
+
+
+@triton.jit
+def largest(x, AXIS: tl.constexpr):
+    """The largest magnitude of fp32 x along an axis; NaN if there is one."""
+    return tl.max(_magnitude(x).to(tl.int32, bitcast=True), axis=AXIS).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def nonzero(scale):
+    """1 for a scale of 0."""
+    return tl.where(scale == 0, 1.0, scale)
+
+
+@triton.jit
+def _carried(a, words, SHIFT: tl.constexpr, BITS: tl.constexpr):
+    """Codes of magnitudes a below the normal numbers of a format, whose random words have BITS bits.
+
+    A magnitude whose exponent is e loses its last SHIFT - e bits; SHIFT is that of the format.
+    """
+    mantissa = a & 0x7FFFFF | 0x800000
+    shift = tl.maximum(tl.minimum(SHIFT - (a >> 23).to(tl.int32), 40), BITS + 1)
+    # beyond 31 the last bits of the mantissa meet zeros, and what they lose cannot carry
+    beyond = tl.maximum(shift - 31, 0)
+    shift -= beyond
+    return ((mantissa >> beyond.to(tl.uint32)) + (words << (shift - BITS).to(tl.uint32))) >> shift.to(tl.uint32)
+
+
+@triton.jit
+def to_fp16(x, words):
+    """fp32 -> fp16, stochastically."""
+    a, random = _magnitude(x), words & 0x1FFF
+    code = tl.minimum(((a + random) >> 13) - (112 << 10), 0x7BFF)
+    code = tl.where(a >= 113 << 23, code, _carried(a, random, 126, 13))
+    code = tl.where(a >= _INFINITY, tl.where(a > _INFINITY, 0x7E00, 0x7C00), code)
+    return (code | _negative(x) << 15).to(tl.uint16).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def to_bf16(x, words):
+    """fp32 -> bf16, stochastically."""
+    a = _magnitude(x)
+    code = tl.minimum((a + (words & 0xFFFF)) >> 16, 0x7F7F)
+    code = tl.where(a >= _INFINITY, tl.where(a > _INFINITY, 0x7FC0, 0x7F80), code)
+    return (code | _negative(x) << 15).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def to_e4m3(x, words):
+    """fp32 -> the uint8 code of FP8 E4M3; on bits, because no conversion of all GPUs has it."""
+    a, sign = _magnitude(x), _negative(x) << 7
+    if words is None:
+        # beside 2^14 a float holds steps of 2^-9, those of subnormal numbers
+        small = (tl.abs(x) + 16384.0).to(tl.uint32, bitcast=True) & 0xF
+        normal = (a + 0x7FFFF + (a >> 20 & 1)) >> 20
+        return tl.where(
+            a >= _INFINITY, 0x7F, tl.where(a >= 121 << 23, tl.minimum(normal - (120 << 3), 0x7E), small) | sign
+        ).to(tl.uint8)
+    else:
+        random = words & 0xFFFF
+        normal = (a + (random << 4)) >> 20
+        code = tl.where(a >= 121 << 23, tl.minimum(normal - (120 << 3), 0x7E), _carried(a, random, 141, 16))
+        return (tl.where(a >= _INFINITY, 0x7F, code) | sign).to(tl.uint8)
+
+
+@triton.jit
+def from_e4m3(code):
+    """The numbers of uint8 codes, fp32: shifted into place, a code is the fp16 number that is 2^8 times smaller."""
+    bits = code.to(tl.uint16)
+    x = ((bits & 0x80) << 8 | (bits & 0x7F) << 7).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+    return tl.where((bits & 0x7F) == 0x7F, float("nan"), x)
+
+
+@triton.jit
+def to_integer(x, MOST: tl.constexpr, words, BITS: tl.constexpr = 16):
+    """Whole numbers between -MOST and MOST, as fp32."""
+    if words is None:
+        rounded = (x + 12582912.0) - 12582912.0  # 1.5 * 2^23, beside which a float holds whole numbers
+    else:
+        rounded = tl.floor(x + (words & ((1 << BITS) - 1)).to(tl.float32) * (1.0 / (1 << BITS)))
+    rounded = tl.maximum(tl.minimum(rounded, MOST), -MOST)
+    return tl.where(x == x, rounded, 0.0)
+
+
+@triton.jit
+def to_e2m1(x, words):
+    """fp32 -> the uint8 code of FP4 E2M1."""
+    a = tl.minimum(tl.abs(x), E2M1_MOST)
+    if words is not None:
+        step = tl.where(a < 2, 0.5, tl.where(a < 4, 1.0, 2.0))
+        steps = tl.where(a < 2, 2.0, tl.where(a < 4, 1.0, 0.5))  # in 1
+        a = tl.floor(a * steps + (words & 0xFFFF).to(tl.float32) * (1.0 / (1 << 16))) * step
+    bits = a.to(tl.uint32, bitcast=True)
+    small = (a + 4194304.0).to(tl.uint32, bitcast=True) & 3  # beside 2^22 a float holds halves
+    code = tl.where(a >= 1, ((bits + 0x1FFFFF + (bits >> 22 & 1)) >> 22) - 252, small)
+    return (tl.where(x == x, code, 0) | _negative(x) << 3).to(tl.uint8)
+
+
+@triton.jit
+def from_e2m1(code):
+    """The numbers of uint8 codes, fp32: shifted into place, a code is the fp16 number that is 2^14 times smaller."""
+    bits = code.to(tl.uint16)
+    return ((bits & 8) << 12 | (bits & 7) << 9).to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
+
+
+@triton.jit
+def round_up_bf16(x):
+    """The smallest bf16 number that is at least x; x is not negative, or NaN."""
+    a = x.to(tl.uint32, bitcast=True)
+    code = tl.where(x == x, (a + 0xFFFF) >> 16, 0x7FC0)
+    return code.to(tl.uint16).to(tl.bfloat16, bitcast=True)

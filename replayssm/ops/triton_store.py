@@ -1,0 +1,241 @@
+"""Where states are kept in fewer bits: rows that flush fold, answer, and store checkpoint and read copy, in one launch.
+
+A program owns a whole head, because some scales are of a head. It answers from what it has folded, before any rounding;
+the copy is made of what is stored. A kernel knows no format: it gets the functions that load, store and copy a tile.
+"""
+
+import importlib
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from replayssm.ops import triton_copies, triton_tokens
+from replayssm.ops.launching import by_token, wide
+from replayssm.ops.records import Records, Recurrence
+from replayssm.ops.tiling import StoreTiling, choose_store_tiling
+from replayssm.ops.triton_checkpoints import FORMATS
+from replayssm.ops.triton_decode import ABREAST, BLOCK_B, LANES
+from replayssm.ops.triton_fold import as_keys, folded, nth_to_flush, over_keys, tile_rows
+from replayssm.ops.triton_records import append_shared
+
+# Axes: T new tokens, H value heads, G key groups, P headdim, N d_state; n and p are indices of keys and of rows of a
+# state. A name ending in _ptr points at the row of the cache that the program works on, one ending in _at at the first
+# new token of the row of the call. Tiles of the state: see triton_fold.
+
+
+@triton.jit
+def _of_head(planes, strides, row, head):
+    """Planes of a head; strides are those of a row and of a head, plane by plane."""
+    found = (planes[0] + row * strides[0] + head * strides[1],)
+    for i in tl.static_range(1, len(planes)):
+        found = found + (planes[i] + row * strides[2 * i] + head * strides[2 * i + 1],)  # type: ignore[assignment]  # noqa: RUF005
+    return found
+
+
+@triton.jit
+def _answer(
+    tile, i, y_at, q_at, k_at, v_at, g_at, beta_at, k_ptr, v_ptr, g_ptr, beta_ptr, u_ptr,
+    slot, head, p, q_token, k_token, v_token, g_token, beta_token,
+    H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
+    BLOCK_N: tl.constexpr, LANES: tl.constexpr, CHANNEL: tl.constexpr, DELTA: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """The state after new token i, by the recurrence; write its output, and append it."""
+    OUTER: tl.constexpr = BLOCK_N // LANES
+    n = tl.arange(0, BLOCK_N)
+    group = head // (H // G) * N
+    q = tl.load(q_at + i * q_token + group + n, mask=n < N, other=0.0).to(WIDE)
+    k = tl.load(k_at + i * k_token + group + n, mask=n < N, other=0.0).to(WIDE)
+    v = tl.load(v_at + i * v_token + head * P + p, mask=p < P, other=0.0).to(WIDE)
+    beta = tl.load(beta_at + i * beta_token + head)
+    if CHANNEL:
+        g = tl.load(g_at + i * g_token + head * N + n, mask=n < N, other=0.0)
+        decay = as_keys(tl.exp(g), OUTER, LANES)
+    else:
+        g = tl.load(g_at + i * g_token + head)
+        decay = tl.exp(g)
+    # this slot is none that a program of this launch may read
+    append_shared(k, g, beta, k_ptr, g_ptr, beta_ptr, slot, head, n, H, G, N, CHANNEL)
+    tl.store(v_ptr + (slot * H + head) * P + p, v, mask=p < P)
+    q, k = as_keys(q, OUTER, LANES), as_keys(k, OUTER, LANES)
+    tile *= decay
+    if DELTA:
+        u = beta * (v - over_keys(tile * k))
+        tl.store(u_ptr + (slot * H + head) * P + p, u, mask=p < P)
+    else:
+        u = beta * v
+    tile += u[:, :, None, None] * k
+    tl.store(y_at + (i * H + head) * P + p, over_keys(tile * q), mask=p < P)
+    return tile
+
+
+@triton.jit(do_not_specialize=["layer", "batch"])
+def store_kernel(
+    y, planes, copies, q_new, k_new, v_new, g_new, beta_new, k, v, g, beta, u,
+    rows, length, flushing, seqlen, flushed, seed, layer, batch,
+    plane_strides, copy_strides, q_token, k_token, v_token, g_token, beta_token,
+    k_stride, v_stride, g_stride, beta_stride, u_stride,
+    T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr, SLOTS: tl.constexpr,
+    BLOCK_B: tl.constexpr, ROWS: tl.constexpr, ABREAST: tl.constexpr, BLOCK_N: tl.constexpr, LANES: tl.constexpr,
+    LOAD: tl.constexpr, STORE: tl.constexpr, QUANTIZE: tl.constexpr,
+    CHANNEL: tl.constexpr, DELTA: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    # The programs share the rows of the call that flush, a head at a time; without new tokens T is 0.
+    item = tl.program_id(0)
+    called, _ = nth_to_flush(item // H, flushing, rows, batch, BLOCK_B)
+    while called >= 0:
+        at = called.to(tl.int64)
+        row = at
+        if rows is not None:
+            row = tl.load(rows + at).to(tl.int64)
+        head = item % H
+        p = tile_rows(0, ROWS, ABREAST)
+        k_ptr, v_ptr, g_ptr = k + row * k_stride, v + row * v_stride, g + row * g_stride
+        beta_ptr, u_ptr = beta + row * beta_stride, u + row * u_stride
+        start, first = tl.load(seqlen + row), tl.load(flushed + row)
+        held = _of_head(planes, plane_strides, row, head)
+        tile = folded(
+            held, k_ptr, v_ptr, g_ptr, beta_ptr, first, start, head, 0,
+            H, G, P, N, SLOTS, ROWS, ABREAST, BLOCK_N, LANES, LOAD, True, CHANNEL, DELTA, WIDE,
+        )  # fmt: skip
+        if T > 0:
+            y_at, q_at, k_at = y + at * T * (H * P), q_new + at * T * q_token, k_new + at * T * k_token
+            v_at, g_at, beta_at = v_new + at * T * v_token, g_new + at * T * g_token, beta_new + at * T * beta_token
+            slot = (start % SLOTS).to(tl.int32)
+            new = T
+            if length is not None:  # with window 0 a row without a new token may be due all the same
+                new = tl.load(length + at).to(tl.int32)
+        if T == 1 and new > 0:  # before the tile is rounded, which takes many registers
+            _answer(
+                tile, 0, y_at, q_at, k_at, v_at, g_at, beta_at, k_ptr, v_ptr, g_ptr, beta_ptr, u_ptr,
+                slot, head, p, q_token, k_token, v_token, g_token, beta_token,
+                H, G, P, N, BLOCK_N, LANES, CHANNEL, DELTA, WIDE,
+            )  # fmt: skip
+        tl.debug_barrier()  # every thread has loaded its part: others may store there
+        if start > first:  # what is stored already would be rounded once more
+            stored = STORE(tile, (tl.load(seed + row), start - 1, layer, head), held, p, P, N)
+            if QUANTIZE is not None:
+                QUANTIZE(stored.to(tl.float32), _of_head(copies, copy_strides, row, head), p, P, N)
+        if T > 1:
+            for i in range(new):
+                tile = _answer(
+                    tile, i, y_at, q_at, k_at, v_at, g_at, beta_at, k_ptr, v_ptr, g_ptr, beta_ptr, u_ptr,
+                    slot, head, p, q_token, k_token, v_token, g_token, beta_token,
+                    H, G, P, N, BLOCK_N, LANES, CHANNEL, DELTA, WIDE,
+                )  # fmt: skip
+                slot = tl.where(slot + 1 >= SLOTS, 0, slot + 1)
+        item += tl.num_programs(0)
+        called, _ = nth_to_flush(item // H, flushing, rows, batch, BLOCK_B)
+
+
+def store(
+    new: tuple[Tensor, Tensor, Records] | None,
+    planes: Sequence[Tensor],
+    copies: Sequence[Tensor],
+    ring: Records,
+    u: Tensor | None,
+    flushing: Tensor,
+    seqlen: Tensor,
+    flushed: Tensor,
+    seed: Tensor,
+    *,
+    layer: int,
+    checkpoint: str,
+    read_format: str | None,
+    rows: Tensor | None = None,
+    length: Tensor | None = None,
+    recurrence: Recurrence,
+    tiling: StoreTiling | None = None,
+) -> None:
+    """Fold what rows that flush have committed into their checkpoints, in any format, and copy these; answer.
+
+    Args:
+        new: of a step, its outputs (rows of the call, t, nheads, headdim), which are written where a row flushes and
+            the token is real, q (rows of the call, t, ngroups, d_state) and the records, in the dtypes of ``ring``;
+            these are appended. None folds only.
+        planes: of the checkpoint, (batch, nheads, ...), in the order of its format; changed in place.
+        copies: of the read copy, likewise; none without a read format.
+        ring, u, flushing, seqlen, flushed, rows, length: as ``triton_decode.replay`` takes them.
+        seed: (batch,) int64, the row's random stream.
+        layer: which replay layer of the model.
+        checkpoint, read_format: the names of the formats.
+        tiling: how the work is cut; None chooses by shape.
+
+    Cost: for rows that flush one state read and one written, and the copy written.
+    """
+    nheads, headdim, slots = ring.v.shape[2], ring.v.shape[3], ring.v.shape[1]
+    ngroups, d_state = ring.k.shape[2:]
+    batch = len(flushing) if rows is None else len(rows)
+    t, y, inputs = 0, None, []
+    if new is not None:
+        y, q, records = new
+        t, inputs = y.shape[1], [by_token(x) for x in (q, *records)]
+    no_inputs: tuple[None, ...] = (None,) * 5
+    cached = *ring, ring.v if u is None else u  # without a delta rule never looked at
+    strides = (tuple(s for plane in of for s in plane.stride()[:2]) for of in (planes, copies))
+    functions = FORMATS[checkpoint]
+    quantize = None
+    if read_format is not None:
+        quantize = importlib.import_module(f"replayssm.ops.triton_formats.{read_format}").quantize
+    tiling = tiling or choose_store_tiling(headdim, d_state)
+    store_kernel[(min(batch * nheads, tiling.programs),)](
+        y, tuple(planes), tuple(copies), *(inputs or no_inputs), *cached, rows, length, flushing, seqlen, flushed,
+        seed, layer, batch, *strides, *([x.stride(1) for x in inputs] or [0] * 5), *(x.stride(0) for x in cached),
+        t, nheads, ngroups, headdim, d_state, slots, min(BLOCK_B, triton.next_power_of_2(batch)),
+        tiling.rows, ABREAST, tiling.keys, LANES, *functions, quantize,
+        recurrence.decay == "channel", recurrence.delta, wide(ring.beta.dtype), num_warps=tiling.warps,
+    )  # fmt: skip
+
+
+READERS = {"fp16_sr": "fp16", "bf16_sr": "bf16", "int16_sr": "int16"}  # checkpoints that are no read format besides
+
+
+def replay(
+    q: Tensor,
+    records: Records,
+    planes: Sequence[Tensor],
+    copies: Sequence[Tensor],
+    ring: Records,
+    u: Tensor | None,
+    flushing: Tensor,
+    seqlen: Tensor,
+    flushed: Tensor,
+    seed: Tensor,
+    *,
+    layer: int,
+    checkpoint: str,
+    read_format: str | None,
+    rows: Tensor | None,
+    length: Tensor | None,
+    recurrence: Recurrence,
+) -> Tensor:
+    """``triton_decode.replay`` where states are kept in formats; arguments as for ``store``.
+
+    Rows that flush answer from the state that they have folded, before it is rounded. The others read the copy, or the
+    checkpoint where there is none.
+
+    Returns:
+        (rows of the call, t, nheads, headdim) fp32; not written where there is no real token.
+    """
+    batch, t = q.shape[:2]
+    y = torch.empty(batch, t, *ring.v.shape[2:], dtype=ring.beta.dtype, device=q.device)
+    step = flushing, seqlen, flushed
+    store(
+        (y, q, records), planes, copies, ring, u, *step, seed, layer=layer, checkpoint=checkpoint,
+        read_format=read_format, rows=rows, length=length, recurrence=recurrence,
+    )  # fmt: skip
+    name = READERS.get(checkpoint, checkpoint.removesuffix("_sr")) if read_format is None else read_format
+    held = importlib.import_module(f"replayssm.ops.triton_formats.{name}").held
+    read = planes if read_format is None else copies
+    if t == 1:
+        triton_copies.read(
+            y, q, records, tuple(read), held, ring, u, *step, rows=rows, length=length, recurrence=recurrence
+        )  # fmt: skip
+    else:
+        triton_tokens.read(
+            q, records, tuple(read), held, ring, u, *step, rows=rows, length=length, recurrence=recurrence,
+            dtype=y.dtype, y=y,
+        )  # fmt: skip
+    return y
