@@ -271,7 +271,7 @@ def _fold(
     tiling: Tiling,
 ) -> None:
     """The flush in a step of several tokens: many records are due at once, so what can be made products is."""
-    if recurrence.delta:
+    if recurrence.delta or recurrence.decay == "channel":
         flush(which, checkpoint, ring, seqlen, flushed, recurrence=recurrence, tiling=tiling)
         return
     batch, nheads, headdim, d_state = checkpoint.shape
