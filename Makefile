@@ -5,9 +5,12 @@ PROMPT ?= def read_lines(path):
 
 # What runs on a GPU at all: not the command line, files, packaging, plans and the bench's arithmetic.
 GPU_TESTS = gpu fla_scan triton_states triton_decode decode_backends replay_properties layers ops key_precision cache* \
-	cases* attention hybrid generate graphs speculative long_speculation verify drafters mtp
+	cases* attention mla moe hybrid generate graphs speculative long_speculation verify drafters mtp mtp_decoder
 
 BIN = $(VENV)/bin
+OLDEST = 5.17
+# The oldest transformers that replayssm.hf fits, with all that it needs, in front of the environment's own.
+OLDEST_PATH = $(abspath $(VENV))/transformers-$(OLDEST)
 # A moved clone, changed requirements, an environment that another clone used last: each of them installs again.
 STAMP = $(CURDIR) $(shell cat pyproject.toml constraints-cpu.txt | cksum)
 
@@ -28,13 +31,20 @@ for line in open("constraints-cpu.txt"):
 endef
 export CONSTRAINTS
 
-.PHONY: demo test gpu lint install clean
+.PHONY: demo test test-oldest gpu lint install clean
 
 demo: install
 	$(BIN)/python -m replayssm generate "$(PROMPT)" --max-new-tokens 300 --temperature 0.5 --seed 0
 
 test: install
 	$(BIN)/python -m pytest $(PYTEST)
+
+test-oldest: install
+	@test -e $(OLDEST_PATH)/installed || { set -e; rm -rf $(OLDEST_PATH); \
+		$(BIN)/python -m pip install -q --disable-pip-version-check -c $(VENV)/replayssm-constraints.txt \
+			--target $(OLDEST_PATH) 'transformers==$(OLDEST).*'; \
+		touch $(OLDEST_PATH)/installed; }
+	PYTHONPATH=$(OLDEST_PATH) $(BIN)/python -m pytest $(PYTEST) $(wildcard tests/test_hf_*.py)
 
 # On a machine with an NVIDIA GPU, with the Python whose torch fits its driver (PYTHON=...): the tests of what runs there,
 # then the times of the kernels. Nothing is installed. Four workers: the largest tests take 30 GB each.

@@ -10,16 +10,20 @@ import torch
 from replayssm import ReplayGatedDeltaNet, ReplayKDA, ReplayLayer, ReplayMamba2
 from replayssm.checks import expect, expect_choice, expect_positive
 from replayssm.models.attention import Attention
+from replayssm.models.mla import LatentAttention
 from replayssm.models.mlp import MLP
+from replayssm.models.moe import MoE
 
 MODEL_TYPE = "replayssm_hybrid"
-Mixer: TypeAlias = ReplayLayer | Attention | MLP
+Mixer: TypeAlias = ReplayLayer | Attention | LatentAttention | MLP | MoE
 MIXERS: dict[str, Callable[..., Mixer]] = {
     "mamba2": ReplayMamba2,
     "gated_deltanet": ReplayGatedDeltaNet,
     "kda": ReplayKDA,
     "attention": Attention,
+    "mla": LatentAttention,
     "mlp": MLP,
+    "moe": MoE,
 }
 DTYPES = {
     "float64": torch.float64,
@@ -28,7 +32,9 @@ DTYPES = {
     "float16": torch.float16,
 }
 _REQUIRED = ("model_type", "vocab_size", "d_model", "tie_embeddings", "norm_eps", "layers")
-_OPTIONAL = ("tokenizer", "dtype")
+_FLAGS = ("norm_plus_one", "residual_fp32")  # false unless given
+_FACTORS = ("embed_scale", "residual_scale", "logits_divisor")  # 1 unless given
+_OPTIONAL = ("tokenizer", "dtype", "used_vocab_size", "mtp", *_FLAGS, *_FACTORS, "source")
 _BY_THE_MODEL = ("d_model", "device", "dtype")  # constructor arguments that no entry of layers gives
 
 
@@ -52,6 +58,29 @@ def check_config(config: dict[str, Any]) -> None:
         isinstance(eps, int | float) and not isinstance(eps, bool) and eps > 0,
         f"HybridLM: norm_eps must be a positive number; got {eps!r}. 1e-5 is usual.",
     )
+    for name in _FLAGS:
+        flag = config.get(name, False)
+        expect(isinstance(flag, bool), f"HybridLM: {name} must be true or false; got {flag!r}. Write one of them.")
+    for name in _FACTORS:
+        factor = config.get(name, 1)
+        expect(
+            isinstance(factor, int | float) and not isinstance(factor, bool) and factor > 0,
+            f"HybridLM: {name} must be a positive number; got {factor!r}. Leave it out for 1.",
+        )
+    if "used_vocab_size" in config:
+        used = config["used_vocab_size"]
+        expect_positive("HybridLM", used_vocab_size=used)
+        expect(
+            used <= config["vocab_size"],
+            f"HybridLM: used_vocab_size must be at most vocab_size={config['vocab_size']}; got {used}. It leaves out "
+            "rows of the embedding that only pad it.",
+        )
+    if "source" in config:
+        expect(
+            isinstance(config["source"], dict) and config["source"].keys() == {"config", "layout"},
+            f"HybridLM: source must be a dict of config and layout; got {config['source']!r}. It is written by loading "
+            "a checkpoint of another library: leave it out otherwise.",
+        )
     if "dtype" in config:
         expect_choice("HybridLM", "dtype", config["dtype"], tuple(DTYPES))
     if "tokenizer" in config:
@@ -60,20 +89,27 @@ def check_config(config: dict[str, Any]) -> None:
             config["vocab_size"] >= 256,
             f"HybridLM: vocab_size must be at least 256 for the bytes tokenizer; got {config['vocab_size']}. Widen it.",
         )
-    expect(
-        isinstance(layers, list) and len(layers) > 0,
-        f"HybridLM: layers must be a list with at least one entry; got {layers!r}. Describe each block by a dict.",
-    )
+    _check_blocks("layers", layers)
+    if "mtp" in config:
+        _check_blocks("mtp", config["mtp"])
+
+
+def _check_blocks(where: str, layers: object) -> None:
+    """Refuse a list of blocks that is not understood to the last key."""
+    if not isinstance(layers, list) or not layers:
+        raise ValueError(
+            f"HybridLM: {where} must be a list with at least one entry; got {layers!r}. Describe each block by a dict."
+        )
     for i, entry in enumerate(layers):
         known = isinstance(entry, dict) and isinstance(entry.get("type"), str) and entry["type"] in MIXERS
         expect(
             known,
-            f'HybridLM: layers[{i}] must be a dict with "type" one of {", ".join(MIXERS)}; got {entry!r}. Choose one.',
+            f'HybridLM: {where}[{i}] must be a dict with "type" one of {", ".join(MIXERS)}; got {entry!r}. Choose one.',
         )
         parameters = inspect.signature(MIXERS[entry["type"]]).parameters
         allowed = ["type", *(name for name in parameters if name not in _BY_THE_MODEL)]
         required = ["type", *(name for name in allowed[1:] if parameters[name].default is inspect.Parameter.empty)]
-        what = f"layers[{i}] ({entry['type']})"
+        what = f"{where}[{i}] ({entry['type']})"
         _check_keys(what, entry, required, allowed)
         for name in entry.keys() - {"type"}:
             hint = parameters[name].annotation

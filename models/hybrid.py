@@ -10,45 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from replayssm import ReplayStateCache, hub
-from replayssm.cache.step import ModuleState, StatefulModule
 from replayssm.checks import expect, expect_integers, expect_shape, readable, refuse_grad
 from replayssm.drafters import MTPHead
-from replayssm.layers.norm import RMSNorm
-from replayssm.models.config import DTYPES, MIXERS, Mixer, check_config
+from replayssm.layers.norm import widened
+from replayssm.models.block import Block, new_block, new_norm
+from replayssm.models.config import DTYPES, check_config
+from replayssm.models.loading import Checkpoint, expect_fit, fill, stored
+from replayssm.models.mtp import MTPDecoder
 
 _OUTPUTS = ("out_proj", "o_proj", "down_proj")  # the projection of each mixer that writes into the residual stream
 _HEAD = "lm_head.weight"
 _MTP = "mtp."  # keys of the head for drafts, which has a file of its own
-
-
-class Block(nn.Module):
-    """One residual block: x + mixer(norm(x))."""
-
-    def __init__(self, norm: RMSNorm, mixer: Mixer):
-        super().__init__()
-        self.norm, self.mixer = norm, mixer
-        self.stateful = issubclass(type(mixer), StatefulModule)
-
-    def reset_parameters(self) -> None:
-        """Draw every parameter anew, in place."""
-        self.norm.reset_parameters()
-        self.mixer.reset_parameters()
-
-    def forward(
-        self,
-        x: Tensor,
-        state: ModuleState | None = None,
-        *,
-        attention_mask: Tensor | None = None,
-        rows: Tensor | None = None,
-        parents: Tensor | None = None,
-    ) -> Tensor:
-        """(batch, t, d_model) -> same; the other arguments as for ``HybridLM``."""
-        if not self.stateful:
-            return x + self.mixer(self.norm(x))
-        if state is None:
-            return x + self.mixer(self.norm(x), attention_mask=attention_mask)
-        return x + self.mixer(self.norm(x), state, attention_mask=attention_mask, rows=rows, parents=parents)
 
 
 class HybridLM(nn.Module):
@@ -57,10 +29,16 @@ class HybridLM(nn.Module):
     Args:
         config: the content of config.json: model_type "replayssm_hybrid", vocab_size, d_model, tie_embeddings,
             norm_eps, and layers, a list of {"type": ..., and the constructor arguments of that type}; types are the
-            keys of ``MIXERS``. Optional: tokenizer "bytes", and dtype, the name of the dtype to compute in.
+            keys of ``MIXERS``. Optional: tokenizer "bytes"; dtype, the name of the dtype to compute in; norm_plus_one,
+            the norms between blocks multiply by 1 + weight; residual_fp32, the sum of the blocks is at least in fp32;
+            embed_scale and residual_scale, factors of the embeddings and of what a block adds; logits_divisor;
+            mtp, a list as layers of the blocks of a head for further tokens (``MTPDecoder``);
+            used_vocab_size, where further rows of the embedding only pad it; source, the checkpoint of another library
+            that the model came from (see ``families.py``).
         dtype: of the parameters; None is the config's, else torch's default.
 
     Attributes:
+        not_loaded: keys of the checkpoint that the model came from and has no place for.
         mtp: a head that drafts further tokens from hidden states, for ``generate(..., drafter="mtp")``, or None.
 
     Raises:
@@ -77,21 +55,19 @@ class HybridLM(nn.Module):
         super().__init__()
         check_config(config)
         self.config = copy.deepcopy(config)
-        self.mtp: MTPHead | None = None
+        self.mtp: MTPHead | MTPDecoder | None = None
+        self.not_loaded: list[str] = []
         dtype = DTYPES[config["dtype"]] if dtype is None and "dtype" in config else dtype
-        d_model, eps = config["d_model"], config["norm_eps"]
+        d_model = config["d_model"]
         weight = torch.empty(config["vocab_size"], d_model, device=device, dtype=dtype)
         self.embed = nn.Embedding(config["vocab_size"], d_model, _weight=weight)
         self.layers = nn.ModuleList()
         for i, entry in enumerate(config["layers"]):
-            arguments = {key: value for key, value in entry.items() if key != "type"}
-            try:
-                mixer = MIXERS[entry["type"]](d_model, **arguments, device=device, dtype=dtype)
-            except ValueError as error:
-                raise ValueError(f"HybridLM: layers[{i}]: {error}") from error
-            self.layers.append(Block(RMSNorm(d_model, eps=eps, device=device, dtype=dtype), mixer))
-        self.norm = RMSNorm(d_model, eps=eps, device=device, dtype=dtype)
+            self.layers.append(new_block(f"layers[{i}]", config, entry, device, dtype))
+        self.norm = new_norm(config, device, dtype)
         self.lm_head = nn.Linear(d_model, config["vocab_size"], bias=False, device=device, dtype=dtype)
+        if "mtp" in config:
+            self.mtp = MTPDecoder(config, device=device, dtype=dtype)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -106,6 +82,8 @@ class HybridLM(nn.Module):
             if not weight.is_meta:  # nothing to draw there; torch would import its compiler for the shapes
                 nn.init.normal_(weight, std=0.02)
         self.norm.reset_parameters()
+        if isinstance(self.mtp, MTPDecoder):
+            self.mtp.reset_parameters()
         for block in self._blocks():
             block.reset_parameters()
             for name, child in block.mixer.named_children():
@@ -136,10 +114,10 @@ class HybridLM(nn.Module):
                 -1 for the last committed token. A node follows what is committed and its ancestors, and no other node;
                 ``cache.commit`` then names a path. Needs t <= step_tokens and no attention_mask.
             logits_to_keep: columns, counted from the right, that get logits; 0 is all.
-            return_hidden: also return what the head was given, for ``mtp``.
+            return_hidden: also return what the head is given, for ``mtp``.
 
         Returns:
-            (batch, t or logits_to_keep, vocab_size); with ``return_hidden`` also (batch, t or logits_to_keep, d_model).
+            (batch, t or logits_to_keep, vocab_size); with ``return_hidden`` also (batch, t, d_model), for all columns.
         """
         self._check_call(ids, cache, rows, parents, logits_to_keep)
         if cache is not None:
@@ -150,13 +128,21 @@ class HybridLM(nn.Module):
         # all states are found before one module opens the step: a cache of another model is refused unchanged
         states = [cache.state_of(b.mixer) if cache is not None and b.stateful else None for b in self._blocks()]
         x = self.embed(ids.long())
+        if "embed_scale" in self.config:
+            x = x * self.config["embed_scale"]
+        dtype = x.dtype
+        if self.config.get("residual_fp32", False):
+            x = widened(x)
         for block, state in zip(self._blocks(), states, strict=True):
-            x = block(x, state, attention_mask=attention_mask, rows=rows, parents=parents)
-        hidden = self.norm(x[:, -logits_to_keep:])
-        return (self.lm_head(hidden), hidden) if return_hidden else self.lm_head(hidden)
+            x = block(x, state, dtype=dtype, attention_mask=attention_mask, rows=rows, parents=parents)
+        hidden = self.norm(x if return_hidden else x[:, -logits_to_keep:]).to(dtype)
+        logits = self.lm_head(hidden[:, -logits_to_keep:])
+        if "logits_divisor" in self.config:
+            logits = logits / self.config["logits_divisor"]
+        return (logits, hidden) if return_hidden else logits
 
     def save_pretrained(self, folder: str | os.PathLike[str], dtype: torch.dtype | None = None) -> None:
-        """Write config.json, model.safetensors and, with a head for drafts, mtp.safetensors.
+        """Write config.json, model.safetensors and, with an ``MTPHead``, mtp.safetensors.
 
         The config names the dtype the model computes in.
 
@@ -165,8 +151,10 @@ class HybridLM(nn.Module):
             dtype: of the file, None for that of each parameter. A_log, dt_bias, D and norm weights keep theirs.
         """
         config = {**self.config, "dtype": str(self.embed.weight.dtype).removeprefix("torch.")}
-        head = None if self.mtp is None else _stored(self.mtp.state_dict(), dtype)
-        hub.write_folder(Path(folder), config, _stored(self._own(), dtype), head)
+        if not isinstance(self.mtp, MTPDecoder):
+            config.pop("mtp", None)
+        head = stored(self.mtp.state_dict(), dtype) if isinstance(self.mtp, MTPHead) else None
+        hub.write_folder(Path(folder), config, stored(self.own_tensors(), dtype), head)
 
     def save_mtp(self, file: str | os.PathLike[str], dtype: torch.dtype | None = None) -> None:
         """Write the head for drafts alone; in the model's folder it is named mtp.safetensors.
@@ -174,11 +162,12 @@ class HybridLM(nn.Module):
         Args:
             dtype: of the file, None for that of each parameter; norm weights keep theirs.
         """
-        if self.mtp is None:
+        if not isinstance(self.mtp, MTPHead):
             raise ValueError(
-                "HybridLM.save_mtp: mtp must be an MTPHead; got None. Give the model one: model.mtp = MTPHead(...)."
+                f"HybridLM.save_mtp: mtp must be an MTPHead; got {type(self.mtp).__name__}. Give the model one: "
+                "model.mtp = MTPHead(...). A checkpoint's own head is saved with the model."
             )
-        hub.write_weights(Path(file), _stored(self.mtp.state_dict(), dtype))
+        hub.write_weights(Path(file), stored(self.mtp.state_dict(), dtype))
 
     def load_mtp(self, file: str | os.PathLike[str]) -> None:
         """Take the head for drafts that ``save_mtp`` wrote, in the model's dtype and where the model is.
@@ -188,14 +177,15 @@ class HybridLM(nn.Module):
                 model; every key that does not fit is listed.
         """
         where, path = "HybridLM.load_mtp", Path(file)
-        stored = hub.describe_weights(where, path.parent, path.name)
-        up = stored.get("up_proj.weight")
+        weights = hub.Weights(where, hub.Folder(path.parent), path.name)
+        up = weights.entries.get("up_proj.weight")
         weight, size = self.embed.weight, len(up) if up is not None and up.ndim == 2 and len(up) else 1
         head = MTPHead(self.config["d_model"], size, eps=self.config["norm_eps"], device="meta", dtype=weight.dtype)
         advice = "Use the file that was saved for this model, or remove it to decode without a head."
-        _expect_fit(f"{where}: {path}", head.state_dict(), stored, "an MTP head for this model", advice)
-        for key, tensor in hub.read_weights(path.parent, path.name):
-            _fill(head, key, tensor, weight.device)
+        expect_fit(f"{where}: {path}", head.state_dict(), weights.entries, "an MTP head for this model", advice)
+        for key in weights.entries:
+            fill(head, key, weights.read(key), weight.device)
+        weights.close()
         self.mtp = head.train(self.training)
 
     @classmethod
@@ -203,42 +193,57 @@ class HybridLM(nn.Module):
         cls,
         folder: str | os.PathLike[str],
         *,
+        revision: str | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> "HybridLM":
-        """The model that ``save_pretrained`` wrote, in eval mode.
+        """The model of a folder or of a repository of the Hub, in eval mode.
+
+        Tensors are read one by one, each straight to its device and dtype.
 
         Args:
-            folder: holds config.json and model.safetensors; mtp.safetensors, where it is there, is loaded too.
+            folder: what ``save_pretrained`` wrote, or a checkpoint of a known family as transformers writes it: a path,
+                or "org/name" of a repository. A head for drafts, mtp.safetensors, is loaded too.
+            revision: of a repository.
             device: None is the CPU.
-            dtype: to compute in; None is the config's, else that of the file's embedding. A_log, dt_bias, D and norm
-                weights keep the precision of the file where it is higher.
+            dtype: to compute in; None is the config's, else that of the file's embedding. A_log, dt_bias, D and
+                norm weights keep the precision of the file where it is higher.
 
         Raises:
             FileNotFoundError, ValueError: a file is missing, corrupt or cut short, or does not fit the config; every
                 key that does not fit is listed.
+            NotImplementedError: a family, or a setting of one, that is not known.
         """
-        where = "HybridLM.from_pretrained"
-        path = hub.find_folder(where, folder)
-        config = hub.read_config(where, path)
-        stored = hub.describe_weights(where, path)
-        check_config(config)
-        if dtype is None and "dtype" not in config and "embed.weight" in stored:
-            dtype = stored["embed.weight"].dtype
-        model = cls(config, device="meta", dtype=dtype)
-        advice = "Use the config.json that was saved with these weights."
-        _expect_fit(f"{where}: {path / hub.WEIGHTS}", model._own(), stored, "its config.json", advice)
-        for key, tensor in hub.read_weights(path):
-            _fill(model, key, tensor, "cpu" if device is None else device)
+        place = hub.find_folder("HybridLM.from_pretrained", folder, revision)
+        return cls.from_place(place, device=device, dtype=dtype)
+
+    @classmethod
+    def from_place(
+        cls, place: hub.Folder, *, device: torch.device | str | None, dtype: torch.dtype | None
+    ) -> "HybridLM":
+        """``from_pretrained`` of a folder that has been found."""
+        checkpoint = Checkpoint("HybridLM.from_pretrained", place)
+        check_config(checkpoint.config)
+        if dtype is None and "dtype" not in checkpoint.config:
+            dtype = checkpoint.embedding_dtype()
+        model = cls(checkpoint.config, device="meta", dtype=dtype)
+        own = model.own_tensors()
+        links = checkpoint.links(own)
+        checkpoint.expect_fit(links, own)
+        checkpoint.fill(links, model, "cpu" if device is None else device)
         model._tie()
-        if (path / hub.MTP).exists():
-            model.load_mtp(path / hub.MTP)
+        model.not_loaded = checkpoint.unused
+        head = place.fetch(hub.MTP) if checkpoint.native else None
+        if head is not None:
+            model.load_mtp(head)
         assert not any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
         return model.eval()
 
-    def _own(self) -> dict[str, Tensor]:
-        """The tensors of model.safetensors."""
-        tensors = {key: tensor for key, tensor in self.state_dict().items() if not key.startswith(_MTP)}
+    def own_tensors(self) -> dict[str, Tensor]:
+        """The tensors of model.safetensors: a head for drafts only where the config has it, and the tied one once."""
+        tensors = self.state_dict()
+        if not isinstance(self.mtp, MTPDecoder):
+            tensors = {key: tensor for key, tensor in tensors.items() if not key.startswith(_MTP)}
         if self.config["tie_embeddings"]:
             del tensors[_HEAD]
         return tensors
@@ -278,52 +283,3 @@ class HybridLM(nn.Module):
                 f"{where}: ids must be between 0 and vocab_size - 1 = {vocab_size - 1}; got {int(ids.min())} to "
                 f"{int(ids.max())}. Use the tokenizer of this model, and a legal id for padding."
             )
-
-
-def _expect_fit(where: str, expected: dict[str, Tensor], stored: dict[str, Tensor], owner: str, advice: str) -> None:
-    """Refuse a file that does not hold exactly these tensors, which are those of ``owner``."""
-    faults = [f"no {key}" for key in expected if key not in stored]
-    faults += [f"{key}, which the model does not have" for key in stored if key not in expected]
-    faults += [
-        f"{key} of shape {tuple(stored[key].shape)} instead of {tuple(tensor.shape)}"
-        for key, tensor in expected.items()
-        if key in stored and stored[key].shape != tensor.shape
-    ]
-    faults += [
-        f"{key} of {stored[key].dtype} instead of floating point"
-        for key in expected
-        if key in stored and not stored[key].is_floating_point()
-    ]
-    expect(
-        not faults,
-        f"{where} must hold exactly the tensors of {owner}; got {'; '.join(faults)}. {advice}",
-    )
-
-
-def _fill(model: nn.Module, key: str, value: Tensor, device: torch.device | str) -> None:
-    """Put a copy of a stored tensor in the place of one on meta."""
-    owner, _, name = key.rpartition(".")
-    module = model.get_submodule(owner)
-    old = getattr(module, name)
-    dtype = torch.promote_types(value.dtype, old.dtype) if _keeps_precision(key) else old.dtype
-    value = value.to(device=device, dtype=dtype, copy=True)
-    if isinstance(old, nn.Parameter):
-        parameter = nn.Parameter(value, requires_grad=old.requires_grad)
-        vars(parameter).update(vars(old))  # marks such as "no weight decay"
-        value = parameter
-    setattr(module, name, value)
-
-
-def _stored(tensors: dict[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """The tensors as a file of this dtype holds them."""
-    return {
-        key: tensor if dtype is None or not tensor.is_floating_point() or _keeps_precision(key) else tensor.to(dtype)
-        for key, tensor in tensors.items()
-    }
-
-
-def _keeps_precision(key: str) -> bool:
-    """Whether a parameter is so small and so sensitive that a lower dtype of the model does not touch it."""
-    owner, _, name = key.rpartition(".")
-    module = owner.rpartition(".")[2]
-    return name in ("A_log", "dt_bias", "D") or module.endswith("norm") or module.startswith("pre_fc_norm")

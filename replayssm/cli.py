@@ -9,22 +9,23 @@ import sys
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 import replayssm
-from replayssm import Acceptance, ReplayStateCache, cli_plan, generate
+from replayssm import Acceptance, ReplayStateCache, cli_convert, cli_plan, generate
 from replayssm.arguments import add_formats, count, window
 from replayssm.bench import command as bench
 from replayssm.cache.checkpoint import EXACT
-from replayssm.models import ByteTokenizer, HybridLM, from_pretrained
+from replayssm.models import ByteTokenizer, FileTokenizer, HybridLM, from_pretrained
 from replayssm.models.hybrid import DTYPES
 from replayssm.plan import conventional_traffic, replay_traffic, state_bytes
 
 BOUNDARY = 0  # byte-level models are trained on texts with a zero byte between them: it opens the prompt, and ends
 SMALL = 2**25  # parameters; a decode step of a smaller model is too little work to share between CPU threads
+Tokenizer: TypeAlias = ByteTokenizer | FileTokenizer
 NUM_DRAFTS = 4  # unless asked for
 SLACK = 1.5  # replay may be as wrong as conventional decoding in the same dtype, times this
 
@@ -36,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status: 0, 1 if ``--compare`` found a difference that rounding does not explain, 2 for bad input.
     """
     options = _parser().parse_args(argv)
-    run = {"generate": _generate, "plan": cli_plan.run, "bench": bench.run}
+    run = {"generate": _generate, "plan": cli_plan.run, "convert": cli_convert.run, "bench": bench.run}
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a model writes characters that not every terminal has
@@ -47,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except KeyboardInterrupt:
         return 130
-    except (ValueError, RuntimeError, OSError) as error:
+    except (ValueError, RuntimeError, OSError, ImportError) as error:
         said = " ".join(str(error).split()).removeprefix(f"{options.command}: ")  # which the line begins with anyway
         print(f"replayssm {options.command}: {said}", file=sys.stderr)
         return 2
@@ -69,7 +70,11 @@ def _parser() -> argparse.ArgumentParser:
         "generate", help="continue a text", description="Continue a text, and say what that moved through memory."
     )
     command.add_argument("prompt", nargs="?", default="-", help="the text; - or nothing reads it from standard input")
-    command.add_argument("--model", default="tiny", help="folder of a model, or tiny, the bundled one (default)")
+    command.add_argument(
+        "--model",
+        default="tiny",
+        help="a folder, org/name on the Hub, or tiny, the bundled one (default)",
+    )
     command.add_argument("--max-new-tokens", type=count, default=200, help="tokens to write (default 200)")
     command.add_argument(
         "--window",
@@ -96,6 +101,7 @@ def _parser() -> argparse.ArgumentParser:
         help="decode with window 0 as well, in float32, and compare; exit 1 if rounding does not explain a difference",
     )
     cli_plan.add_parser(commands)
+    cli_convert.add_parser(commands)
     bench.add_parser(commands)
     return parser
 
@@ -119,11 +125,13 @@ def _generate(options: argparse.Namespace) -> int:
     model, tokenizer = from_pretrained(options.model, device=_device(options.device), dtype=dtype)
     if tokenizer is None:
         raise ValueError(
-            f"--model must name a tokenizer in its config.json; got none in {options.model}. Add it there."
+            f"--model must have a tokenizer.json, or a config.json that names a tokenizer; got {options.model}, which "
+            "has neither. Add one."
         )
     if sum(parameter.numel() for parameter in model.parameters()) < SMALL:
         torch.set_num_threads(1)  # the bundled model, two busy cores: 48 tokens/s, and 2.7 with two threads
-    ids = [BOUNDARY, *tokenizer.encode(prompt)]
+    bytewise = isinstance(tokenizer, ByteTokenizer)
+    ids = [BOUNDARY, *tokenizer.encode(prompt)] if bytewise else tokenizer.encode(prompt)
     if not prompt:
         raise ValueError("PROMPT must have at least 1 character; got an empty text. Give the model a beginning.")
     tokens = _write(model, tokenizer, ids, options)
@@ -150,7 +158,7 @@ def _device(name: str) -> torch.device:
         ) from error
 
 
-def _write(model: HybridLM, tokenizer: ByteTokenizer, ids: list[int], options: argparse.Namespace) -> list[int]:
+def _write(model: HybridLM, tokenizer: Tokenizer, ids: list[int], options: argparse.Namespace) -> list[int]:
     """Write the text of ``ids`` and its continuation as it comes, then speed and traffic; returns the new tokens."""
     seed = random.SystemRandom().randrange(2**31) if options.seed is None else options.seed
     drafter = _drafter(options, model)
@@ -168,6 +176,7 @@ def _write(model: HybridLM, tokenizer: ByteTokenizer, ids: list[int], options: a
         seed=seed,
     )
     tokens: list[int] = []
+    ends = [BOUNDARY] if isinstance(tokenizer, ByteTokenizer) else tokenizer.eos
     text, acceptance = tokenizer.stream(), Acceptance()
     pieces = generate(
         model,
@@ -178,8 +187,8 @@ def _write(model: HybridLM, tokenizer: ByteTokenizer, ids: list[int], options: a
         top_k=options.top_k,
         top_p=options.top_p,
         seed=seed,
-        eos=BOUNDARY,
-        vocab_size=tokenizer.vocab_size,
+        eos=ends or None,
+        vocab_size=_emitted(model, tokenizer),
         drafter=drafter,
         num_drafts=num_drafts,
         acceptance=acceptance,
@@ -194,7 +203,7 @@ def _write(model: HybridLM, tokenizer: ByteTokenizer, ids: list[int], options: a
             prefilled = time.perf_counter()
         new = piece[0].tolist()
         tokens += new
-        print(text.push([token for token in new if token != BOUNDARY]), end="", flush=True)
+        print(text.push([token for token in new if token not in ends]), end="", flush=True)
     end = time.perf_counter()
     print(text.finish(), flush=True)
     # the first token comes out of the prompt, each later one out of a decode step
@@ -203,6 +212,11 @@ def _write(model: HybridLM, tokenizer: ByteTokenizer, ids: list[int], options: a
     moved = _traffic(cache) if drafter is None else f"window {cache.window}, {acceptance}"
     print(f"[{len(tokens)} tokens{drawn}, {speed:.1f} tokens/s, {moved}]", file=sys.stderr)
     return tokens
+
+
+def _emitted(model: HybridLM, tokenizer: Tokenizer) -> int:
+    """Ids that mean something to both are below this."""
+    return min(tokenizer.vocab_size, model.config.get("used_vocab_size", model.config["vocab_size"]))
 
 
 def _drafter(options: argparse.Namespace, model: HybridLM) -> str | HybridLM | None:
@@ -231,7 +245,7 @@ def _traffic(cache: ReplayStateCache) -> str:
     )
 
 
-def _compare(model: HybridLM, tokenizer: ByteTokenizer, ids: list[int], tokens: list[int]) -> int:
+def _compare(model: HybridLM, tokenizer: Tokenizer, ids: list[int], tokens: list[int]) -> int:
     """Decode with window 0 as well and say whether the tokens are the same; the exit status.
 
     At a token that differs, the exact logits (fp64) of the two candidates must be as close as rounding can explain:
@@ -240,7 +254,7 @@ def _compare(model: HybridLM, tokenizer: ByteTokenizer, ids: list[int], tokens: 
     margins: list[float] = []
 
     def record(module: nn.Module, inputs: Any, logits: Tensor) -> None:
-        best = logits[0, -1, : tokenizer.vocab_size].topk(2).values
+        best = logits[0, -1, : _emitted(model, tokenizer)].topk(2).values
         margins.append(float(best[0] - best[1]))
 
     with model.register_forward_hook(record):
@@ -249,7 +263,7 @@ def _compare(model: HybridLM, tokenizer: ByteTokenizer, ids: list[int], tokens: 
             [ids],
             max_new_tokens=len(tokens),
             window=0,
-            vocab_size=tokenizer.vocab_size,
+            vocab_size=_emitted(model, tokenizer),
             stream=True,
             cuda_graphs=False,  # the hook runs at every step
             progress=_progress,
@@ -266,7 +280,7 @@ def _compare(model: HybridLM, tokenizer: ByteTokenizer, ids: list[int], tokens: 
         )
         return 0
     at = differing[0]
-    common, vocab_size = tokens[:at], tokenizer.vocab_size
+    common, vocab_size = tokens[:at], _emitted(model, tokenizer)
     rounded = _logits_after(model, ids, common)[:vocab_size].double()
     exact = _logits_after(copy.deepcopy(model).double(), ids, common)[:vocab_size]
     margin = float((exact[tokens[at]] - exact[conventional[at]]).abs())

@@ -3,7 +3,6 @@
 import argparse
 from collections import Counter
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -13,13 +12,13 @@ from replayssm import (
     ReplayLayer,
     ReplayStateCache,
     hub,
-    models,
 )
 from replayssm.arguments import add_formats, count, window
 from replayssm.bench.cases import CASES
 from replayssm.cache.auto_window import LayerBytes
 from replayssm.models import HybridLM
 from replayssm.models.hybrid import DTYPES
+from replayssm.models.loading import bundled, model_config
 from replayssm.plan import (
     GPUS,
     LAUNCH_US,
@@ -37,7 +36,6 @@ from replayssm.plan import (
     replay_step,
 )
 
-BUNDLED = Path(models.__file__).parent / "tiny"
 GEOMETRIES = {case.geometry: case for case in CASES}
 
 
@@ -107,13 +105,14 @@ def _model(name: str, dtype: torch.dtype | None) -> nn.Module:
     """The model, or the layer of a geometry, on meta."""
     if name in GEOMETRIES:
         return GEOMETRIES[name].build(dtype or torch.bfloat16)
-    folder = BUNDLED if name == "tiny" else Path(name).expanduser()
-    if not folder.is_dir():
+    try:
+        folder = hub.find_folder("plan", bundled(name))
+    except FileNotFoundError as error:
         raise ValueError(
-            f"plan: model must be a folder with {hub.CONFIG}, tiny, or one of {', '.join(GEOMETRIES)}; got {name!r}. "
-            "Check the path."
-        )
-    return HybridLM(hub.read_config("plan", folder), device="meta", dtype=dtype)
+            f"plan: model must be a folder with {hub.CONFIG}, tiny, org/name of a repository of the Hub, or one of "
+            f"{', '.join(GEOMETRIES)}; got {name!r}. Check the name. {error}"
+        ) from error
+    return HybridLM(model_config("plan", folder), device="meta", dtype=dtype)
 
 
 def _layers(model: nn.Module, cache: ReplayStateCache) -> list[LayerBytes]:

@@ -124,6 +124,7 @@ class Decoding:
             logits, hidden = self.model(
                 ids, self.cache, attention_mask=mask, logits_to_keep=len(column), return_hidden=True
             )
+            self.drafter.read_step(hidden)
         else:
             logits, hidden = self.model(ids, self.cache, attention_mask=mask, logits_to_keep=len(column)), None
         accepted, token = verify(self.sampler, logits, drafts, brought, self._probabilities)

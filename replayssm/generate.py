@@ -148,8 +148,9 @@ def _decode(
     progress: Callable[[int, int], None] | None,
 ) -> Iterator[Tensor]:
     """Read the prompts, then yield the next columns of the result until every row has ended."""
-    hidden_too = decoding.drafter is not None and decoding.drafter.reads_hidden
-    read = prefill(decoding.model, decoding.cache, tokens, mask, return_hidden=hidden_too, progress=progress)
+    drafter = decoding.drafter
+    observe = drafter.read_prompt if drafter is not None and drafter.reads_hidden else None
+    read = prefill(decoding.model, decoding.cache, tokens, mask, observe=observe, progress=progress)
     decoding.start(*read)
     verdicts = Verdicts(tokens.device)
     generators = [] if decoding.sampler.generator is None else [decoding.sampler.generator]

@@ -14,8 +14,9 @@ GATED_DELTANET = {"type": "gated_deltanet", "nheads": 6, "headdim": 5, "d_state"
 KDA = {"type": "kda", "nheads": 3, "headdim": 5, "d_state": 7, "lower_bound": -5.0}
 ATTENTION = {"type": "attention", "nheads": 6, "headdim": 4, "kv_heads": 2}
 WINDOWED = {"type": "attention", "nheads": 4, "headdim": 6, "window": 5, "rope_theta": 1e4}
+MLA = {"type": "mla", "nheads": 3, "headdim": 5, "d_key": 4, "d_shared": 3, "kv_rank": 7}
 MLP = {"type": "mlp", "hidden": 31}
-ALL = [MAMBA2, ATTENTION, GATED_DELTANET, MLP, KDA, WINDOWED]
+ALL = [MAMBA2, ATTENTION, GATED_DELTANET, MLP, KDA, WINDOWED, MLA]
 
 
 def config(*layers: dict[str, object], **changed: object) -> dict[str, object]:

@@ -1,7 +1,5 @@
 """Attention: against a loop over queries and heads, with its cache against without, and its refusals."""
 
-import math
-
 import pytest
 import torch
 from budgets import assert_e64, assert_same_bits, e64, rms
@@ -9,7 +7,7 @@ from draws import DEVICE, draw, on_the_host, seeds
 from hybrids import poison_dead_kv
 from hypothesis import given
 from hypothesis import strategies as st
-from oracles import linear, redraw
+from oracles import linear, redraw, rms_norm
 from refusals import assert_unchanged, refused, snapshot
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,6 +24,8 @@ OPTIONS = [
     {"kv_heads": 3, "window": 4},
     {"window": 1, "rope_theta": 100.0},
     {"kv_heads": 2, "window": 9, "rope_theta": 1e4, "bias": True},
+    {"kv_heads": 2, "rope_theta": 1e4, "rotary_dim": 2, "gated": True, "qk_norm": True},
+    {"scale": 0.3},
 ]
 
 
@@ -35,31 +35,38 @@ def build(seed: int = 0, nheads: int = 6, headdim: int = 4, **options) -> Attent
     return layer
 
 
-def rotated(x: Tensor, position: int, theta: float) -> Tensor:
-    """(heads, headdim): channels i and i + headdim / 2 as one complex number, turned."""
-    pairs = x.shape[-1] // 2
-    turn = [position * theta ** (-2 * i / x.shape[-1]) for i in range(pairs)]
+def rotated(x: Tensor, position: int, theta: float, dim: int | None = None) -> Tensor:
+    """(heads, headdim): of the first dim channels, i and i + dim / 2 as one complex number, turned."""
+    dim = x.shape[-1] if dim is None else dim
+    pairs = dim // 2
+    turn = [position * theta ** (-2 * i / dim) for i in range(pairs)]
     turn = torch.polar(torch.ones(pairs, dtype=torch.float64), torch.tensor(turn, dtype=torch.float64)).to(x.device)
-    y = torch.complex(x[:, :pairs], x[:, pairs:]) * turn
-    return torch.cat([y.real, y.imag], -1)
+    y = torch.complex(x[:, :pairs], x[:, pairs:dim]) * turn
+    return torch.cat([y.real, y.imag, x[:, dim:]], -1)
 
 
 def oracle(layer: Attention, x: Tensor, last: int | None = None) -> Tensor:
     """Every query of every head on its own, for one sequence (t, d_model); only the last queries if asked."""
-    heads, groups = layer.nheads, layer.kv_heads
+    heads, groups, scale = layer.nheads, layer.kv_heads, layer.scale
     q, k, v = (
         linear(x, module).reshape(len(x), -1, layer.headdim) for module in (layer.q_proj, layer.k_proj, layer.v_proj)
     )
+    if layer.gated:
+        q, gates = q[:, 0::2], q[:, 1::2]
+    if layer.qk_norm:
+        q, k = rms_norm(q, 1 + layer.q_norm.weight, 1e-6), rms_norm(k, 1 + layer.k_norm.weight, 1e-6)
     if layer.rope_theta is not None:
-        q, k = (torch.stack([rotated(y[s], s, layer.rope_theta) for s in range(len(x))]) for y in (q, k))
+        theta, dim = layer.rope_theta, layer.rotary_dim
+        q, k = (torch.stack([rotated(y[s], s, theta, dim) for s in range(len(x))]) for y in (q, k))
     outputs = []
     for s in range(len(x) - (last or len(x)), len(x)):
         first = 0 if layer.window is None else max(0, s + 1 - layer.window)
         row = []
         for h in range(heads):
             group = h // (heads // groups)
-            score = (k[first : s + 1, group] @ q[s, h] / math.sqrt(layer.headdim)).exp()
-            row.append(score / score.sum() @ v[first : s + 1, group])
+            score = (k[first : s + 1, group] @ q[s, h] * scale).exp()
+            y = score / score.sum() @ v[first : s + 1, group]
+            row.append(y / (1 + (-gates[s, h]).exp()) if layer.gated else y)
         outputs.append(torch.cat(row))
     return linear(torch.stack(outputs), layer.o_proj)
 
@@ -109,7 +116,7 @@ def test_a_ring_equals_the_full_computation_far_past_the_window(window, t):
     whole = layer(x).detach()
     assert_e64(whole[:, -5:], torch.stack([oracle(layer, row, 5) for row in x]))
     cache = new_cache(layer, 2, step_tokens=3)
-    assert cache.state_of(layer).k.shape[1] == window + 2
+    assert cache.state_of(layer).kv["k"].shape[1] == window + 2
     pieces = [t // 2, 1, 2, 3, *([3] * 40), t - t // 2 - 126]
     assert_e64(feed(layer, cache, x, pieces), whole)
 
@@ -188,17 +195,19 @@ def test_a_row_does_not_depend_on_its_neighbours():
 
 @given(shift=st.integers(0, 10**5), seed=seeds)
 def test_rotary_scores_depend_on_the_distance_alone(shift, seed):
-    layer = build(seed, nheads=1, rope_theta=1e4)
-    x = draw(seed, 1, 6, D_MODEL)
+    from replayssm.models.rotary import rotate
+
+    q, k = draw(seed, 2, 1, 6, 1, 4)
     at = torch.arange(6, device=DEVICE).unsqueeze(0)
-    (q, k, _), (far_q, far_k, _) = layer._project(x, at), layer._project(x, at + shift)
-    score, far = (torch.einsum("bthd,bshd->bts", *pair) for pair in ((q, k), (far_q, far_k)))
+    score, far = (
+        torch.einsum("bthd,bshd->bts", rotate(q, place, 1e4), rotate(k, place, 1e4)) for place in (at, at + shift)
+    )
     # an angle of that many radians is known to eps times itself
     assert (score - far).abs().max() <= e64(score) + 4 * torch.finfo(torch.float64).eps * shift * rms(q) * rms(k) * 4
 
 
 def test_angles_of_a_low_precision_model_are_computed_in_fp32():
-    from replayssm.models.attention import rotate
+    from replayssm.models.rotary import rotate
 
     x = draw(1, 1, 1, 2, 8, dtype=torch.float32)
     exact = rotate(x.double(), torch.tensor([[4099]], device=DEVICE), 1e4)
@@ -242,9 +251,9 @@ def test_memory_of_a_sliding_window_grows_with_the_window_and_not_the_square():
 
 @torch.no_grad()
 def test_memory_of_a_long_prompt_under_full_attention_is_bounded(monkeypatch):
-    from replayssm.models import attention
+    from replayssm.models import attend
 
-    monkeypatch.setattr(attention, "MASK_ELEMENTS", 2**14)
+    monkeypatch.setattr(attend, "MASK_ELEMENTS", 2**14)
     layer, x = build(kv_heads=2), draw(1, 1, 500, D_MODEL)
     cache = new_cache(layer, 1, max_seqlen=600)
     with Largest() as largest:
@@ -280,6 +289,11 @@ def test_a_compiled_decode_step_is_one_graph_and_never_recompiles(options):
             cache.commit()
     assert_e64(torch.cat(outputs, 1), layer(x).detach())
     assert len(compilations) == 1
+
+
+def test_scores_are_scaled_by_the_root_of_the_head_unless_told_otherwise():
+    assert build(headdim=16).scale == 0.25
+    assert build(scale=0.3).scale == 0.3
 
 
 def test_full_attention_needs_max_seqlen():
@@ -344,7 +358,14 @@ def test_bad_arguments_are_refused_and_change_nothing():
         ({"rope_theta": -1.0}, "rope_theta"),
         ({"rope_theta": "10000"}, "rope_theta"),
         ({"rope_theta": 1e4, "headdim": 5}, "headdim"),
+        ({"rope_theta": 1e4, "rotary_dim": 3}, "rotary_dim"),
+        ({"rope_theta": 1e4, "rotary_dim": 6}, "rotary_dim"),
+        ({"rope_theta": 1e4, "rotary_dim": 0}, "rotary_dim"),
+        ({"rotary_dim": 2}, "rotary_dim"),
         ({"bias": "no"}, "bias"),
+        ({"gated": 1.5}, "gated"),
+        ({"qk_norm": "yes"}, "qk_norm"),
+        ({"scale": 0.0}, "scale"),
     ],
     ids=str,
 )

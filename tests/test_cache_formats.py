@@ -11,7 +11,8 @@ from refusals import refused
 from torch import Tensor
 
 from replayssm import ReplayStateCache
-from replayssm.cache.checkpoint import NAMES
+from replayssm.cache.checkpoint import FORMATS, NAMES
+from replayssm.cache.philox import state_words
 from replayssm.cache.selection import Selection
 from replayssm.cache.stored_state import expect_runnable
 
@@ -233,3 +234,34 @@ def test_rows_that_have_nothing_to_fold_keep_their_bits(kind, checkpoint):
         layer(draw(5, BATCH, 1, layer.features, dtype=torch.float32), cache[0])
         cache.commit()
     assert any(not torch.equal(found, before) for found, before in zip(planes(cache, 1), scanned, strict=True))
+
+
+@pytest.mark.parametrize("checkpoint", FORMATS)
+def test_the_words_are_those_of_the_rows_stream_its_last_token_and_the_layer(checkpoint):
+    """Of a scan and of a flush of rows of different lengths, in the second layer of a cache, far into a stream."""
+    layers, seeds = [HeadPlain(), HeadDelta()], torch.tensor([2**40 + 5, -3, 7], device=DEVICE)
+    exact, cache = (
+        ReplayStateCache(layers, BATCH, window=4, step_tokens=2, checkpoint=name, seed=seeds, backend="torch")
+        for name in ("fp32", checkpoint)
+    )
+    mask = torch.tensor([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1], [0, 1, 1, 1, 1]], device=DEVICE)
+    # what the second layer is stored as, from what it is: the same, because only the first flush rounds
+    for t, attention_mask in ((5, mask), (2, None)):
+        for each in (exact, cache):
+            with torch.no_grad():
+                for place, layer in enumerate(layers):
+                    x = draw(t, BATCH, t, layer.features, dtype=torch.float32)
+                    layer(x, each[place], attention_mask=attention_mask)
+            each.commit()
+        if t == 2:
+            exact[1].checkpoint = cache[1].checkpoint
+            state = exact[1].state()
+            cache.flush()
+        else:
+            state = exact[1].checkpoint
+        last = torch.tensor([4, 2, 3], device=DEVICE) + (2 if t == 2 else 0)
+        words = state_words(seeds, last, 1, (4, 5, 7))
+        for plane, expected in zip(
+            cache[1].stored.checkpoint.planes, FORMATS[checkpoint].encode(state, words), strict=True
+        ):
+            assert_same_bits(plane, expected.contiguous(), f"after {t} tokens")

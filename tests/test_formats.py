@@ -92,7 +92,7 @@ def test_a_number_takes_as_many_bits_as_promised(name):
 
 
 @both_kinds
-@given(shape=shapes)
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (2, 3, 40, 33), (1, 2, 81, 48)], ids=str)
 def test_zeros_stay_zeros_and_are_what_a_format_begins_with(name, shape):
     zeros = torch.zeros(shape, device=DEVICE)
     assert torch.equal(read_back(name, zeros), zeros)

@@ -14,6 +14,7 @@ from hybrids import (
     GATED_DELTANET,
     KDA,
     MAMBA2,
+    MLA,
     MLP,
     VOCAB,
     WINDOWED,
@@ -29,19 +30,36 @@ from hypothesis import strategies as st
 from oracles import linear, rms_norm, silu
 from refusals import assert_unchanged, refused, snapshot
 from test_attention import oracle as attention_oracle
+from test_mla import oracle as mla_oracle
+from test_moe import oracle as moe_oracle
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from replayssm import ReplayStateCache
 from replayssm.models import HybridLM
 
-ONE_OF_EACH = [MAMBA2, GATED_DELTANET, KDA, ATTENTION, WINDOWED, MLP, {**MLP, "activation": "relu2", "bias": True}]
+MOE = {"type": "moe", "hidden": 7, "num_experts": 5, "top_k": 2}
+ONE_OF_EACH = [
+    MAMBA2,
+    GATED_DELTANET,
+    KDA,
+    ATTENTION,
+    WINDOWED,
+    MLA,
+    MOE,
+    MLP,
+    {**MLP, "activation": "relu2", "bias": True},
+]
 
 
 def block_oracle(kind: str, mixer: torch.nn.Module, x: Tensor) -> Tensor:
     """What one mixer makes of x (batch, t, d_model), without the library."""
     if kind == "attention":
         return torch.stack([attention_oracle(mixer, row) for row in x])
+    if kind == "mla":
+        return torch.stack([mla_oracle(mixer, row) for row in x])
+    if kind == "moe":
+        return moe_oracle(mixer, x)
     if kind == "mlp":
         up = linear(x, mixer.up_proj)
         hidden = silu(linear(x, mixer.gate_proj)) * up if mixer.activation == "swiglu" else up.clamp(min=0) ** 2
@@ -292,6 +310,9 @@ BAD_CONFIGS = [
     ({"hidden_size": 24}, "config", "'hidden_size'", "vocab_size"),
     ({"norm_eps": None}, "norm_eps", "1e-5"),
     ({"norm_eps": 0}, "norm_eps"),
+    ({"embed_scale": 0}, "embed_scale"),
+    ({"residual_scale": "1"}, "residual_scale"),
+    ({"logits_divisor": -1.0}, "logits_divisor"),
     ({"vocab_size": 0}, "vocab_size"),
     ({"vocab_size": "61"}, "vocab_size"),
     ({"d_model": 2.0}, "d_model"),
@@ -303,7 +324,7 @@ BAD_CONFIGS = [
     ({"layers": []}, "layers"),
     ({"layers": "mlp"}, "layers"),
     ({"layers": [MLP, ["mlp"]]}, "layers[1]", "mamba2"),
-    ({"layers": [{"type": "moe"}]}, "layers[0]", "moe", "attention"),
+    ({"layers": [{"type": "lstm"}]}, "layers[0]", "lstm", "attention"),
     ({"layers": [{"type": ["mlp"]}]}, "layers[0]"),
     ({"layers": [{"hidden": 3}]}, "layers[0]", "type"),
     ({"layers": [MLP, {**KDA, "allow_neg_eigval": True}]}, "layers[1]", "kda", "'allow_neg_eigval'", "neg_eigval"),

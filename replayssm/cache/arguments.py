@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from replayssm.cache.step import StatefulModule
+from replayssm.cache.step import OwnCache, StatefulModule
 from replayssm.cache.stored_state import check_formats
 from replayssm.checks import expect, expect_integers, expect_positive, expect_shape
 
@@ -38,14 +38,14 @@ def check_arguments(
 
 
 def stateful_modules(model: nn.Module | Sequence[nn.Module]) -> Iterator[tuple[str, StatefulModule]]:
-    """Names and modules that keep a state, in module order."""
+    """Names and modules that keep a state, in module order, but for parts with a cache of their own."""
     if isinstance(model, nn.Module):
-        found = [(name or type(module).__name__, module) for name, module in model.named_modules()]
+        found = [(name or type(module).__name__, module) for name, module in _modules(model)]
     else:
         found = [
             (f"{i}.{name}" if name else str(i), module)
             for i, layer in enumerate(model)
-            for name, module in layer.named_modules()
+            for name, module in _modules(layer)
         ]
     seen: set[int] = set()
     for name, module in found:
@@ -57,6 +57,15 @@ def stateful_modules(model: nn.Module | Sequence[nn.Module]) -> Iterator[tuple[s
             )
             seen.add(id(module))
             yield name, module
+
+
+def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """As ``named_modules``, without what lies in an ``OwnCache`` inside the model."""
+    apart: set[nn.Module] = set()
+    for part in model.modules():
+        if part is not model and isinstance(part, OwnCache):
+            apart.update(part.modules())
+    return ((name, module) for name, module in model.named_modules() if module not in apart)
 
 
 def device_of(model: nn.Module | Sequence[nn.Module]) -> torch.device:

@@ -111,8 +111,9 @@ class LayerState(ModuleState):
     def checkpoint(self) -> Tensor:
         """(batch, nheads, headdim, d_state), the stored checkpoint: what the recurrence continues from.
 
-        Of the "fp32" format not a copy; of the others the numbers that are stored, in a new tensor. To assign states
-        stores them for all rows, rounded as a flush would round them, and makes the read copy.
+        Of the "fp32" format not a copy (whoever writes into it calls ``rebuild_copy``); of the others the numbers that
+        are stored, in a new tensor. To assign states stores them for all rows, rounded as a flush would round them, and
+        makes the read copy.
         """
         self.clock.refuse_open(f"{self.where}: checkpoint")
         return self.stored.checkpoint.load(Selection())
@@ -165,7 +166,7 @@ class LayerState(ModuleState):
         history = self.geometry.d_conv - 1
         (past,) = read_rings((self.conv,), step.cache_rows, step.start - history, history)
         written = torch.arange(-history, 0, device=x.device) + step.start.unsqueeze(1) >= 0
-        write_rings((self.conv,), step, (x,))
+        write_rings((self.conv,), step, (x.detach(),))
         window = torch.cat([masked(past, written).to(x.dtype), x], dim=1)
         if step.tree is None:
             return window

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from replayssm.cache.packing import Packing, expect_mask, has_interior_padding, refuse_interior_padding
 from replayssm.checks import expect, expect_device, expect_integers, expect_shape, readable
@@ -327,6 +327,10 @@ class ModuleState:
                 f"{self.where}: a state must be used inside a step; got no open step. Call state.open_step(t) first."
             )
         return self.step
+
+
+class OwnCache(nn.Module):
+    """Base of a part of a model that is called apart from it, over a cache of its own: the model's passes it over."""
 
 
 @runtime_checkable

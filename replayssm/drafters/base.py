@@ -76,6 +76,22 @@ class Drafter:
             ValueError: it cannot draft for this model; nothing has changed then.
         """
 
+    def read_prompt(self, tokens: Tensor, mask: Tensor | None, hidden: Tensor) -> None:
+        """Take note of a piece of the prompts that the model has read; only with ``reads_hidden``.
+
+        Args:
+            tokens: (batch, t) int64, columns of ``Run.tokens``, piece after piece.
+            mask: (batch, t), 1 = a token; None is all.
+            hidden: (batch, t, d_model), what the model's head would be given for each.
+        """
+
+    def read_step(self, hidden: Tensor) -> None:
+        """Take note of a step of the model: the newest token and the drafts; only with ``reads_hidden``.
+
+        Args:
+            hidden: (batch, 1 + num_drafts, d_model), arbitrary for tokens that were not kept. Copy it, never keep it.
+        """
+
     def propose(self, context: Context, num: int) -> tuple[Tensor, Tensor | None]:
         """As ``Proposer.propose``."""
         raise NotImplementedError
@@ -155,4 +171,4 @@ def device_of(model: nn.Module) -> torch.device:
 def configured_vocab_size(model: nn.Module) -> int | None:
     """What a model's config says, where it has one."""
     config = getattr(model, "config", None)
-    return config.get("vocab_size") if isinstance(config, dict) else None
+    return config.get("used_vocab_size", config.get("vocab_size")) if isinstance(config, dict) else None

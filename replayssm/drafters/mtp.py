@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from replayssm.checks import expect, expect_positive
 from replayssm.drafters.base import Context, Drafter, Run
+from replayssm.drafters.pairs import CachedHead, Pairs
 from replayssm.layers.norm import RMSNorm
 from replayssm.sampling import Sampler
 
@@ -61,7 +62,7 @@ class MTPHead(nn.Module):
 class HasMTP(Protocol):
     """A model with a place for a head; a ``HybridLM`` is one."""
 
-    mtp: MTPHead | None
+    mtp: MTPHead | CachedHead | None
     embed: nn.Module
     lm_head: nn.Module
 
@@ -73,28 +74,53 @@ class MTP(Drafter):
     capturable = True
     _model: HasMTP
     _sampler: Sampler
+    _pairs: Pairs | None
 
     def begin(self, run: Run) -> None:
         model = run.model
+        head = getattr(model, "mtp", None)
         expect(
-            getattr(model, "mtp", None) is not None,
+            head is not None,
             f"generate: drafter must be another than 'mtp' for a model without an MTP head; got {type(model).__name__} "
             'without one. Train one, as examples/train_mtp.py does, or take "prompt_lookup".',
         )
         self._model, self._sampler = cast(HasMTP, model), run.sampler
+        self._pairs = Pairs(head, self._model.embed, run) if isinstance(head, CachedHead) else None
+
+    def read_prompt(self, tokens: Tensor, mask: Tensor | None, hidden: Tensor) -> None:
+        if self._pairs is not None:
+            self._pairs.read_prompt(tokens, mask, hidden)
+
+    def read_step(self, hidden: Tensor) -> None:
+        if self._pairs is not None:
+            self._pairs.read_step(hidden)
 
     def propose(self, context: Context, num: int) -> tuple[Tensor, Tensor | None]:
-        tokens, lengths, hidden = context
-        model, head = self._model, self._model.mtp
-        assert hidden is not None
-        assert head is not None
-        token = tokens.gather(1, lengths.unsqueeze(1) - 1).squeeze(1)
         drafts: list[Tensor] = []
         distributions: list[Tensor] = []
-        for _ in range(num):
-            hidden = head(hidden, model.embed(token))
-            token, distribution = self._sampler.choose(model.lm_head(hidden))
+        hidden = self._first(context)
+        while True:
+            token, distribution = self._sampler.choose(self._model.lm_head(hidden))
             drafts.append(token)
             if distribution is not None:
                 distributions.append(distribution)
+            if len(drafts) == num:
+                break
+            hidden = self._next(hidden, token)
         return torch.stack(drafts, 1), torch.stack(distributions, 1) if distributions else None
+
+    def _first(self, context: Context) -> Tensor:
+        """(batch, d_model), the hidden state of each row's newest token, which the model has not read."""
+        if self._pairs is not None:
+            return self._pairs.settle(context)
+        tokens, lengths, hidden = context
+        assert hidden is not None
+        return self._next(hidden, tokens.gather(1, lengths.unsqueeze(1) - 1).squeeze(1))
+
+    def _next(self, hidden: Tensor, token: Tensor) -> Tensor:
+        """The hidden state one token further on."""
+        if self._pairs is not None:
+            return self._pairs.guess(hidden, token)
+        head = self._model.mtp
+        assert isinstance(head, MTPHead)
+        return head(hidden, self._model.embed(token))

@@ -1,7 +1,8 @@
 """``ReplayLayer``: a layer is its projections; the recurrence is declared, and ``forward`` is shared and final."""
 
+import os
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, Protocol, TypedDict, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, TypedDict, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,8 @@ from replayssm.cache.packing import Packing, masked
 from replayssm.checks import expect, expect_device, expect_exists, expect_positive, expect_shape, refuse_grad
 from replayssm.ops.records import Records, Recurrence
 from replayssm.ops.scan import BACKENDS, Backend, Call, choose, expect_fla, scan
+
+Layer = TypeVar("Layer", bound="ReplayLayer")
 
 
 class Placement(TypedDict):
@@ -73,6 +76,34 @@ class ReplayLayer(nn.Module):
         super().__init_subclass__()
         if "forward" in cls.__dict__:
             raise TypeError(f"{cls.__name__}: forward is final in ReplayLayer; write project and emit instead.")
+
+    @classmethod
+    def from_pretrained(
+        cls: type[Layer],
+        name: str | os.PathLike[str],
+        *,
+        layer: int,
+        revision: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Layer:
+        """One layer of a checkpoint, in eval mode. Only its tensors are read.
+
+        Args:
+            name: a folder, "org/name" of a repository of the Hub, or "tiny"; see ``models.from_pretrained``.
+            layer: index of the decoder layer in the checkpoint.
+            revision: of a repository.
+            device: None is the CPU.
+            dtype: None is the config's, else the file's. A_log, dt_bias, D and norm weights keep the precision of the
+                file where it is higher.
+
+        Raises:
+            ValueError: another kind of layer is there, or the file does not hold what the config says.
+            FileNotFoundError, NotImplementedError: see ``models.from_pretrained``.
+        """
+        from replayssm.models.one_layer import load_layer  # upwards, and here only: families know the names in a file
+
+        return load_layer(cls, name, layer, revision, device, dtype)
 
     def project(self, x: Tensor, conv_state: LayerState | None, mask: Tensor | None) -> tuple[Tensor, Records, Any]:
         """Turn inputs into read keys and records.

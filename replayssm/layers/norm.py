@@ -11,23 +11,34 @@ from replayssm.ops.chunked import compute_dtype
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last axis (arXiv 1910.07467)."""
+    """x / rms(x) * weight over the last axis (arXiv 1910.07467).
+
+    Args:
+        plus_one: multiply by 1 + weight instead (Qwen, Gemma), which in 16 bits is no plain weight.
+    """
 
     def __init__(
-        self, dim: int, *, eps: float = 1e-5, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+        self,
+        dim: int,
+        *,
+        eps: float = 1e-5,
+        plus_one: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        self.eps = eps
+        self.eps, self.plus_one = eps, plus_one
         self.weight = nn.Parameter(torch.empty(dim, device=device, dtype=dtype))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Start at ones."""
-        nn.init.ones_(self.weight)
+        """Start as a factor of one."""
+        nn.init.constant_(self.weight, 0.0 if self.plus_one else 1.0)
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., dim) -> the same shape and dtype."""
-        return (normalized(widened(x), self.eps) * widened(self.weight)).to(x.dtype)
+        weight = widened(self.weight)
+        return (normalized(widened(x), self.eps) * (1 + weight if self.plus_one else weight)).to(x.dtype)
 
 
 class GatedRMSNorm(nn.Module):

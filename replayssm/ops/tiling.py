@@ -77,12 +77,42 @@ class TokensTiling(NamedTuple):
     flushers: int = 528
 
 
-def choose_tokens_tiling(batch: int, nheads: int, headdim: int) -> TokensTiling:
-    """The tallest programs of which there are enough."""
+def choose_tokens_tiling(batch: int, nheads: int, headdim: int, recurrence: Recurrence) -> TokensTiling:
+    """The best of sweeps on an H200 at batch 256, cut shorter until there are enough programs."""
+    block_p = _enough(batch, nheads, headdim)
+    keys = 16 if recurrence.decay == "channel" else 32  # decays by channel take registers of their own
+    return TokensTiling(block_p, keys, 3, 16, None if recurrence.delta else 128, fold_p=block_p)
+
+
+def _enough(batch: int, nheads: int, headdim: int) -> int:
+    """Rows of a program, 64 at most, such that there are enough programs."""
     block_p = 64
     while block_p > 16 and (block_p >= 2 * headdim or batch * nheads * -(-headdim // block_p) < ENOUGH):
         block_p //= 2
-    return TokensTiling(block_p, 32, 3, 32, None, fold_p=block_p)
+    return block_p
+
+
+class CopyTiling(NamedTuple):
+    """The shape of the programs of a step of one token that reads states in a format. Rows are a power of two, >= 16.
+
+    Attributes:
+        block_p: rows of a state that a program reads.
+        records: that it reads at once.
+        registers: most that a thread may have, or None.
+    """
+
+    block_p: int
+    records: int
+    registers: int | None
+
+
+LEAN = ("nvfp4", "int8")  # formats whose products need few registers: more programs are then resident
+
+
+def choose_copy_tiling(batch: int, nheads: int, headdim: int, recurrence: Recurrence, name: str) -> CopyTiling:
+    """For states in the format of this name; the best of sweeps on an H200 at batch 256."""
+    records = 4 if recurrence.decay == "channel" else 8
+    return CopyTiling(_enough(batch, nheads, headdim), records, 128 if name in LEAN else None)
 
 
 class StoreTiling(NamedTuple):

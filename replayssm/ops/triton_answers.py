@@ -47,13 +47,16 @@ def _filled(x, WIDE: tl.constexpr):
 
 @triton.jit
 def answer(
-    y_at, state_ptr, q_at, k_at, v_at, g_at, beta_at, k_ptr, v_ptr, g_ptr, beta_ptr, u_ptr,
+    y_at, planes, plane_strides, row, q_at, k_at, v_at, g_at, beta_at, k_ptr, v_ptr, g_ptr, beta_ptr, u_ptr,
     new, start_slot, count, head, first_p, q_token, k_token, v_token, g_token, beta_token,
     H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr, SLOTS: tl.constexpr,
     REAL_T: tl.constexpr, BLOCK_T: tl.constexpr, RECORDS: tl.constexpr, BLOCK_P: tl.constexpr, KEYS: tl.constexpr,
-    STAGES: tl.constexpr, CHANNEL: tl.constexpr, DELTA: tl.constexpr, WIDE: tl.constexpr,
+    STAGES: tl.constexpr, CHANNEL: tl.constexpr, DELTA: tl.constexpr, WIDE: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
-    """The outputs of new tokens for BLOCK_P rows of a state, from the state and count live records; append them."""
+    """The outputs of new tokens for BLOCK_P rows of a state, from the state and count live records; append them.
+
+    HELD multiplies rows of a state in a format with the tokens' vectors; None: planes hold it in fp32 or fp64.
+    """
     group = head // (H // G) * N
     t = tl.arange(0, BLOCK_T)
     r = tl.arange(0, RECORDS)
@@ -75,7 +78,9 @@ def answer(
     for first_n in tl.range(0, N, KEYS, num_stages=STAGES):
         n = first_n + tl.arange(0, KEYS)
         real = (t[:, None] < new) & (n < N)
-        tile = load_piece(state_ptr, first_p, first_n, P, N, BLOCK_P, KEYS)
+        if HELD is None:
+            state_ptr = planes[0] + row * plane_strides[0] + head * P * N
+            tile = load_piece(state_ptr, first_p, first_n, P, N, BLOCK_P, KEYS)
         x_q = tl.load(q_at + t[:, None] * q_token + group + n, mask=real, other=0.0)
         x_k = tl.load(k_at + t[:, None] * k_token + group + n, mask=real, other=0.0)
         old = tl.load(k_ptr + slot[:, None] * (G * N) + group + n, mask=live[:, None] & (n < N), other=0.0)
@@ -105,11 +110,19 @@ def answer(
         if CHANNEL:
             remaining = tl.exp(tl.sum(g_r, axis=0) + before)
             x_q, x_k = x_q * remaining, x_k * remaining
-        elif x_q.dtype != tl.bfloat16:
-            x_q, x_k = x_q.to(WIDE), x_k.to(WIDE)
-        state_q = times_state(tile, as_the_state(tl.trans(x_q), KEYS, BLOCK_T), state_q, KEYS, 16)
-        if DELTA:
-            state_k = times_state(tile, as_the_state(tl.trans(x_k), KEYS, BLOCK_T), state_k, KEYS, 16)
+        if HELD is not None:  # all keys at once
+            if DELTA:
+                x = tl.reshape(tl.permute(tl.join(x_q, x_k), (0, 2, 1)), (2 * BLOCK_T, KEYS))
+                both = HELD(planes, plane_strides, row, head, first_p, x, P, N, BLOCK_P, KEYS)
+                state_q, state_k = tl.split(tl.reshape(both, (BLOCK_P, BLOCK_T, 2)))
+            else:
+                state_q = HELD(planes, plane_strides, row, head, first_p, x_q, P, N, BLOCK_P, KEYS)
+        else:
+            if x_q.dtype != tl.bfloat16:
+                x_q, x_k = x_q.to(WIDE), x_k.to(WIDE)
+            state_q = times_state(tile, as_the_state(tl.trans(x_q), KEYS, BLOCK_T), state_q, KEYS, 16)
+            if DELTA:
+                state_k = times_state(tile, as_the_state(tl.trans(x_k), KEYS, BLOCK_T), state_k, KEYS, 16)
 
     # decays of a head, which are the same for all keys
     beta_t = tl.load(beta_at + t * beta_token + head, mask=t < new, other=0.0)

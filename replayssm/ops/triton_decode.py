@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from replayssm.ops import triton_tokens
+from replayssm.ops.launching import by_token, registers, strides, wide
 from replayssm.ops.records import Records, Recurrence
 from replayssm.ops.tiling import Tiling, choose_tiling, choose_tokens_tiling
 from replayssm.ops.triton_fold import (
@@ -27,7 +29,6 @@ from replayssm.ops.triton_fold import (
 )
 from replayssm.ops.triton_fold_products import fold_kernel
 from replayssm.ops.triton_records import append_shared, from_records
-from replayssm.ops.triton_tokens import tokens_kernel
 
 ABREAST, LANES = 4, 32  # of a tile; 4 rows of 8 threads with 4 keys each
 FEW = 528  # programs that fold when there is little to fold: 4 on each of 132 processors
@@ -234,44 +235,55 @@ def replay(
     """
     batch, t, ngroups, d_state = q.shape
     slots, nheads, headdim = ring.v.shape[1:]
-    y = torch.empty(batch, t, nheads, headdim, dtype=checkpoint.dtype, device=q.device)
-    q, k, v, g, beta = (by_token(x) for x in (q, *records))
-    writes = ring.v if u is None else u  # without a delta rule never looked at
-    cached = checkpoint, *ring, writes
-    tensors = y, checkpoint, q, k, v, g, beta, *ring, writes, rows, length, flushing, seqlen, flushed
-    strides = *(x.stride(1) for x in (q, k, v, g, beta)), *(x.stride(0) for x in cached)
-    sizes = nheads, ngroups, headdim, d_state, slots
-    block_n = triton.next_power_of_2(d_state)
-    rule = recurrence.decay == "channel", recurrence.delta, wide(checkpoint)
     tiling = tiling or choose_tiling(batch, nheads, headdim, d_state, recurrence)
-    programs = batch * nheads * triton.cdiv(headdim, tiling.block_p)
-    at_once = triton.next_power_of_2(slots - t)  # records that can be live
-    block_b = min(BLOCK_B, triton.next_power_of_2(batch))
     if t > 1:
-        cut = choose_tokens_tiling(batch, nheads, headdim)
-        block_n = max(16, block_n)
-        if recurrence.decay == "channel":
-            flush(flushing, checkpoint, ring, seqlen, flushed, recurrence=recurrence, tiling=tiling)
-        else:
-            folds = batch * nheads * triton.cdiv(headdim, cut.fold_p)
-            fold_kernel[(min(folds, cut.flushers),)](
-                checkpoint, *ring, rows, flushing, seqlen, flushed, batch, *(x.stride(0) for x in (checkpoint, *ring)),
-                *sizes, block_b, cut.fold_p, max(16, min(at_once, cut.records)), block_n, *rule[1:],
-                num_warps=cut.fold_p // 16,
-            )  # fmt: skip
-        padded = triton.next_power_of_2(t)
-        tokens_kernel[(batch * nheads * triton.cdiv(headdim, cut.block_p),)](
-            *tensors, *strides, t, *sizes, padded, max(8, padded), max(16, at_once), cut.block_p,
-            min(cut.keys, block_n), cut.stages, *rule, num_warps=cut.warps, **_registers(cut.registers),
+        _fold(flushing, checkpoint, ring, seqlen, flushed, rows, t, recurrence, tiling)
+        return triton_tokens.read(
+            q, records, (checkpoint,), None, ring, u, flushing, seqlen, flushed, rows=rows, length=length,
+            recurrence=recurrence, dtype=checkpoint.dtype,
         )  # fmt: skip
-        return y
+    y = torch.empty(batch, t, nheads, headdim, dtype=checkpoint.dtype, device=q.device)
+    new = tuple(by_token(x) for x in (q, *records))
+    cached = checkpoint, *ring, ring.v if u is None else u  # without a delta rule u is never looked at
+    programs = batch * nheads * triton.cdiv(headdim, tiling.block_p)
     flushers = min(batch * nheads * triton.cdiv(headdim, tiling.fold_p), tiling.flushers)
+    block_n = triton.next_power_of_2(d_state)
     token_kernel[(flushers + programs,)](
-        *tensors, batch, flushers, *strides, *sizes, block_b,
-        min(tiling.records, at_once), tiling.block_p, tiling.read_p, tiling.fold_p, FEW, ABREAST, block_n,
-        min(LANES, block_n), *rule, num_warps=1, **_registers(tiling.registers),
+        y, checkpoint, *new, *cached[1:], rows, length, flushing, seqlen, flushed, batch, flushers,
+        *strides(1, *new), *strides(0, *cached), nheads, ngroups, headdim, d_state, slots,
+        min(BLOCK_B, triton.next_power_of_2(batch)), min(tiling.records, triton.next_power_of_2(slots - t)),
+        tiling.block_p, tiling.read_p, tiling.fold_p, FEW, ABREAST, block_n, min(LANES, block_n),
+        recurrence.decay == "channel", recurrence.delta, wide(checkpoint.dtype),
+        num_warps=1, **registers(tiling.registers),
     )  # fmt: skip
     return y
+
+
+def _fold(
+    which: Tensor,
+    checkpoint: Tensor,
+    ring: Records,
+    seqlen: Tensor,
+    flushed: Tensor,
+    rows: Tensor | None,
+    t: int,
+    recurrence: Recurrence,
+    tiling: Tiling,
+) -> None:
+    """The flush in a step of several tokens: many records are due at once, so what can be made products is."""
+    if recurrence.delta:
+        flush(which, checkpoint, ring, seqlen, flushed, recurrence=recurrence, tiling=tiling)
+        return
+    batch, nheads, headdim, d_state = checkpoint.shape
+    called = batch if rows is None else len(rows)
+    slots = ring.v.shape[1]
+    cut = choose_tokens_tiling(called, nheads, headdim, recurrence)
+    fold_kernel[(min(called * nheads * triton.cdiv(headdim, cut.fold_p), cut.flushers),)](
+        checkpoint, *ring, rows, which, seqlen, flushed, called, *strides(0, checkpoint, *ring),
+        nheads, ring.k.shape[2], headdim, d_state, slots, min(BLOCK_B, triton.next_power_of_2(called)), cut.fold_p,
+        max(16, min(triton.next_power_of_2(slots - t), cut.records)), max(16, triton.next_power_of_2(d_state)),
+        wide(checkpoint.dtype), num_warps=cut.fold_p // 16,
+    )  # fmt: skip
 
 
 def flush(
@@ -292,24 +304,7 @@ def flush(
     tiling = tiling or choose_tiling(batch, nheads, headdim, d_state, recurrence)
     block_n = triton.next_power_of_2(d_state)
     flush_kernel[(batch * nheads * triton.cdiv(headdim, tiling.fold_p),)](
-        which, checkpoint, *ring, seqlen, flushed, checkpoint.stride(0), *(x.stride(0) for x in ring),
+        which, checkpoint, *ring, seqlen, flushed, *strides(0, checkpoint, *ring),
         nheads, ring.k.shape[2], headdim, d_state, ring.v.shape[1], tiling.fold_p, ABREAST, block_n,
-        min(LANES, block_n), recurrence.decay == "channel", recurrence.delta, wide(checkpoint), num_warps=1,
+        min(LANES, block_n), recurrence.decay == "channel", recurrence.delta, wide(checkpoint.dtype), num_warps=1,
     )  # fmt: skip
-
-
-def _registers(most: int | None) -> dict[str, int]:
-    """A limit of registers a thread; what is not NVIDIA's has no such option."""
-    return {} if most is None or torch.version.hip else {"maxnreg": most}
-
-
-def wide(sums: Tensor) -> tl.dtype:
-    """The dtype that everything is summed in."""
-    return tl.float64 if sums.dtype == torch.float64 else tl.float32
-
-
-def by_token(x: Tensor) -> Tensor:
-    """(rows, t, ...) such that heads and features are dense and one stride leads from token to token; x if it is."""
-    dense = x[0, 0].is_contiguous() and (x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1))
-    # not contiguous(): it keeps a tensor of one token whose strides mean nothing
-    return x if dense else x.clone(memory_format=torch.contiguous_format)

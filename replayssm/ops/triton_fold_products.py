@@ -1,25 +1,20 @@
-"""The flush where many records are due at once: matrix products, for decays of a head.
-
-The recurrence of ``triton_fold`` costs as many instructions for a token as for a step; here one pass over a piece of the
-state folds up to RECORDS of them. With a delta rule the write vectors solve a triangular system, whose inverse the rows
-of a state share.
-"""
+"""The flush where many records are due at once and nothing is corrected (no delta rule): one matrix product."""
 
 import triton
 import triton.language as tl
 
 from replayssm.ops.triton_fold import nth_to_flush
-from replayssm.ops.triton_products import as_the_state, inverse, load_piece, store_piece, times, times_state
+from replayssm.ops.triton_products import as_the_state, load_piece, store_piece, times
 
-# Axes: R records, oldest first, H value heads, G key groups, P headdim, N d_state; r and s are indices of records, p and
-# n of rows and keys of a state. A name ending in _ptr points at the row of the cache that the program works on.
+# Axes: R records, oldest first, H value heads, G key groups, P headdim, N d_state; r are indices of records, p and n of
+# rows and keys of a state. A name ending in _ptr points at the row of the cache that the program works on.
 
 
 @triton.jit
 def _fold_records(
     tile, k_ptr, v_ptr, g_ptr, beta_ptr, first_slot, count, head, first_p,
     H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr, SLOTS: tl.constexpr,
-    ROWS: tl.constexpr, RECORDS: tl.constexpr, BLOCK_N: tl.constexpr, DELTA: tl.constexpr, WIDE: tl.constexpr,
+    ROWS: tl.constexpr, RECORDS: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """The tile (ROWS, n) of the state after the count <= RECORDS records from first_slot on."""
     r = tl.arange(0, RECORDS)
@@ -37,20 +32,10 @@ def _fold_records(
     later = tl.where(slot + 1 >= SLOTS, 0, slot + 1)
     g_later = tl.load(g_ptr + later * H + head, mask=r + 1 < count, other=0.0)
     weight = tl.exp(tl.cumsum(g_later, axis=0, reverse=True))  # of a record at the end
-    if DELTA:
-        over_k = times(keys, tl.trans(keys), tl.zeros((RECORDS, RECORDS), WIDE))
-        over_k *= tl.exp(tl.cumsum(tl.where(r > r[:, None], g, 0.0), axis=1))
-        solved = inverse(over_k, beta, count, RECORDS, WIDE) * weight
     if keys.dtype != tl.bfloat16:
         keys = keys.to(WIDE)
     keys = as_the_state(tl.trans(keys), BLOCK_N, RECORDS)
-    if DELTA:
-        held = times_state(tile, keys, tl.zeros((ROWS, RECORDS), WIDE), BLOCK_N, 16)
-        held *= tl.exp(tl.cumsum(g, axis=0))
-        u = times((u - held) * beta, solved, tl.zeros((ROWS, RECORDS), WIDE))
-    else:
-        u *= beta * weight
-    return times(u, tl.trans(keys), tile * tl.exp(tl.sum(g, axis=0)))
+    return times(u * (beta * weight), tl.trans(keys), tile * tl.exp(tl.sum(g, axis=0)))
 
 
 @triton.jit
@@ -58,7 +43,7 @@ def fold_kernel(
     state, k, v, g, beta, rows, flushing, seqlen, flushed, batch,
     state_stride, k_stride, v_stride, g_stride, beta_stride,
     H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr, SLOTS: tl.constexpr, BLOCK_B: tl.constexpr,
-    ROWS: tl.constexpr, RECORDS: tl.constexpr, BLOCK_N: tl.constexpr, DELTA: tl.constexpr, WIDE: tl.constexpr,
+    ROWS: tl.constexpr, RECORDS: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     # The programs share the rows of the call that flush, ROWS rows of the state of a head at a time.
     TILES: tl.constexpr = (P + ROWS - 1) // ROWS
@@ -77,7 +62,7 @@ def fold_kernel(
             tile = _fold_records(
                 tile, k + row * k_stride, v + row * v_stride, g + row * g_stride, beta + row * beta_stride,
                 ((first + folded) % SLOTS).to(tl.int32), tl.minimum(count - folded, RECORDS), head, first_p,
-                H, G, P, N, SLOTS, ROWS, RECORDS, BLOCK_N, DELTA, WIDE,
+                H, G, P, N, SLOTS, ROWS, RECORDS, BLOCK_N, WIDE,
             )  # fmt: skip
         store_piece(tile, state_ptr, first_p, 0, P, N, ROWS, BLOCK_N)
         item += tl.num_programs(0)

@@ -29,7 +29,7 @@ def _pieces(x):
 
 @triton.jit
 def times(a, b, found):
-    """found + a (m, k) @ b (k, n), as exact as fp32 is, or fp64; a or b may be bf16 where found is fp32, or both fp16."""
+    """found + a (m, k) @ b (k, n), as exact as fp32 or fp64; where found is fp32, a or b may be bf16, or both fp16."""
     if a.dtype == tl.float64 or (a.dtype == b.dtype and a.dtype.primitive_bitwidth == 16):
         return tl.dot(a, b, found, input_precision="ieee", out_dtype=found.dtype)
     elif b.dtype == tl.bfloat16:  # smallest first

@@ -11,10 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from replayssm.ops.launching import by_token, wide
 from replayssm.ops.records import Records, Recurrence
 from replayssm.ops.tiling import StoreTiling, choose_store_tiling
 from replayssm.ops.triton_checkpoints import FORMATS
-from replayssm.ops.triton_decode import ABREAST, BLOCK_B, LANES, by_token, wide
+from replayssm.ops.triton_decode import ABREAST, BLOCK_B, LANES
 from replayssm.ops.triton_fold import as_keys, folded, nth_to_flush, over_keys, tile_rows
 from replayssm.ops.triton_records import append_shared
 
@@ -178,9 +179,9 @@ def store(
         quantize = importlib.import_module(f"replayssm.ops.triton_formats.{read_format}").quantize
     tiling = tiling or choose_store_tiling(headdim, d_state)
     store_kernel[(min(batch * nheads, tiling.programs),)](
-        y, tuple(planes), tuple(copies), *(inputs or no_inputs), *cached, rows, length, flushing, seqlen, flushed, seed, layer, batch,
-        *strides, *([x.stride(1) for x in inputs] or [0] * 5), *(x.stride(0) for x in cached),
+        y, tuple(planes), tuple(copies), *(inputs or no_inputs), *cached, rows, length, flushing, seqlen, flushed,
+        seed, layer, batch, *strides, *([x.stride(1) for x in inputs] or [0] * 5), *(x.stride(0) for x in cached),
         t, nheads, ngroups, headdim, d_state, slots, min(BLOCK_B, triton.next_power_of_2(batch)),
         tiling.rows, ABREAST, tiling.keys, LANES, *functions, quantize,
-        recurrence.decay == "channel", recurrence.delta, wide(ring.beta), num_warps=tiling.warps,
+        recurrence.decay == "channel", recurrence.delta, wide(ring.beta.dtype), num_warps=tiling.warps,
     )  # fmt: skip

@@ -1,0 +1,40 @@
+"""Assisted generation for models whose recurrent layers all replay: what transformers asks of a model instance."""
+
+import types
+from typing import Any
+
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from replayssm.hf.cache_layer import ReplayLinearLayer
+
+CACHE_NAMES = ("cache", "past_key_values", "cache_params")
+
+
+def allow_assistance(model: PreTrainedModel) -> None:
+    """Let ``generate`` of this instance take drafts; both attributes shadow those of its class."""
+    model.__dict__["_is_stateful"] = False  # generate refuses to roll back what says True
+    model.__dict__["generate"] = types.MethodType(_generate, model)
+
+
+def forbid_assistance(model: PreTrainedModel) -> None:
+    """Undo ``allow_assistance``."""
+    del model.__dict__["_is_stateful"], model.__dict__["generate"]
+
+
+def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """``generate`` of the class; a cache that outlives it takes prompts of any length again.
+
+    Assisted generation lets a cache hold back tokens and does not say when it ends. The next turn's prompt would be
+    taken for drafts, and refused if it is long. A model that drafts is called for every round, so its cache goes on.
+    """
+    output = type(self).generate(self, *args, **kwargs)
+    config = kwargs.get("generation_config")
+    if config is not None and config.is_assistant:
+        return output
+    holders = [kwargs, output] if isinstance(output, dict) else [kwargs]
+    for cache in [holder.get(name) for holder in holders for name in CACHE_NAMES]:
+        for layer in cache.layers if isinstance(cache, Cache) else ():
+            if isinstance(layer, ReplayLinearLayer):
+                layer.stop_past_recording()
+    return output
