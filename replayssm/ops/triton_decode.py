@@ -277,10 +277,7 @@ def fold_by_products(
     t: int,
     recurrence: Recurrence,
 ) -> None:
-    """The flush in a step of several tokens: many records are due at once, so what can be made products is."""
-    if recurrence.delta or recurrence.decay == "channel":
-        flush(which, checkpoint, ring, seqlen, flushed, recurrence=recurrence, tiling=tiling)
-        return
+    """The flush of such a step, of t tokens."""
     batch, nheads, headdim, d_state = checkpoint.shape
     called = batch if rows is None else len(rows)
     slots = ring.v.shape[1]
