@@ -5,13 +5,15 @@ is compiled is what they would launch, with the arguments that they would pass. 
 a process of its own, without TRITON_INTERPRET: some errors of a backend end the process.
 """
 
+import functools
+import importlib
 import json
 import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from triton import knobs
@@ -20,7 +22,8 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from replayssm.bench.cases import CASES, Case
-from replayssm.ops import triton_decode, triton_states
+from replayssm.cache.stored_state import StoredState
+from replayssm.ops import triton_copies, triton_decode, triton_states, triton_store
 from replayssm.ops.chunked import CHUNK
 from replayssm.ops.records import Records
 
@@ -38,6 +41,11 @@ ODD = (
     (Case("gdn", "odd", 12, 80, 64, 1, GDN), FP32),
     (Case("kda", "odd", 6, 80, 256, 2, KDA), BF16),
 )
+
+
+# checkpoint and read format: of the published geometries, and of odd ones
+FORMATS = ("fp16_sr", "nvfp4"), ("fp32", "lr_if4"), ("int8_sr", "fp8")
+ODD_FORMATS = ("nvfp4_sr", "int8"), ("int16_sr", None)
 
 
 class Driver:
@@ -81,8 +89,21 @@ class Launches:
         return taken
 
 
-def launch(case: Case, batch: int, t: int, dtype: torch.dtype, every_row: bool) -> None:
-    """A step of t new tokens, and a flush; with ``every_row`` off the call names its rows and their lengths."""
+class Cached(NamedTuple):
+    """Arguments that a step has in common whatever its states are kept in, on meta."""
+
+    q: torch.Tensor
+    records: Records
+    ring: Records
+    u: torch.Tensor | None
+    due: torch.Tensor
+    counts: torch.Tensor
+    named: dict[str, torch.Tensor | None]
+    shape: tuple[int, ...]
+
+
+def arguments(case: Case, batch: int, t: int, dtype: torch.dtype, every_row: bool) -> Cached:
+    """Of a step of t new tokens; with ``every_row`` off the call names its rows and their lengths."""
     nheads, headdim, d_state, ngroups = case.nheads, case.headdim, case.d_state, case.ngroups
     wide = FP64 if dtype == FP64 else FP32
 
@@ -98,15 +119,49 @@ def launch(case: Case, batch: int, t: int, dtype: torch.dtype, every_row: bool) 
         )
 
     slots = WINDOW + (1 if every_row else DRAFTED)  # of a cache with step_tokens 1, or with room for drafts
-    checkpoint, ring = meta(nheads, headdim, d_state, dtype=wide), records(slots)
     u = meta(slots, nheads, headdim, dtype=wide) if case.recurrence.delta else None
-    counts, due = meta(dtype=torch.int64), meta(dtype=torch.bool)
-    named = {} if every_row else dict(rows=counts, length=counts)
+    counts = meta(dtype=torch.int64)
+    named = dict(rows=None, length=None) if every_row else dict(rows=counts, length=counts)
+    return Cached(
+        meta(t, ngroups, d_state), records(t), records(slots), u, meta(dtype=torch.bool), counts, named,
+        (batch, nheads, headdim, d_state),
+    )  # fmt: skip
+
+
+def launch(case: Case, batch: int, t: int, dtype: torch.dtype, every_row: bool) -> None:
+    """A step, and a flush."""
+    q, records, ring, u, due, counts, named, shape = arguments(case, batch, t, dtype, every_row)
+    checkpoint = torch.empty(shape, dtype=ring.beta.dtype, device="meta")
     triton_decode.replay(
-        meta(t, ngroups, d_state), records(t), checkpoint, ring, u, due, counts, counts,
-        recurrence=case.recurrence, **named,
+        q, records, checkpoint, ring, u, due, counts, counts, recurrence=case.recurrence, **named
     )  # fmt: skip
     triton_decode.flush(due, checkpoint, ring, counts, counts, recurrence=case.recurrence)
+
+
+def in_formats(checkpoint: str, read_format: str | None) -> Callable[..., None]:
+    """The launcher of a step where states are kept in formats; some rows flush, and the others read."""
+    return functools.partial(launch_stored, checkpoint=checkpoint, read_format=read_format)
+
+
+def launch_stored(
+    case: Case, batch: int, t: int, dtype: torch.dtype, every_row: bool, *, checkpoint: str, read_format: str | None
+) -> None:
+    """As ``launch``, where states are kept in formats."""
+    q, records, ring, u, due, counts, named, shape = arguments(case, batch, t, dtype, every_row)
+    states = StoredState(checkpoint, read_format, shape, torch.float32, "meta")
+    copies = () if states.copy is None else states.copy.planes
+    y = torch.empty_like(records.v, dtype=torch.float32)
+    settings = dict(layer=1, checkpoint=checkpoint, read_format=read_format, recurrence=case.recurrence)
+    flushed = states.checkpoint.planes, copies, ring, u, due, counts, counts, counts
+    triton_store.store((y, q, records), *flushed, **settings, **named)
+    if case is CASES[0]:
+        triton_store.store(None, *flushed, **settings)  # a flush alone
+    if t == 1:
+        held = importlib.import_module(f"replayssm.ops.triton_formats.{read_format or checkpoint[:-3]}").held
+        triton_copies.read(
+            y, q, records, tuple(copies or states.checkpoint.planes), held, ring, u, due, counts, counts,
+            recurrence=case.recurrence, **named,
+        )  # fmt: skip
 
 
 def launch_scan(case: Case, batch: int, t: int, dtype: torch.dtype, every_row: bool) -> None:
@@ -128,10 +183,15 @@ def launches(target: str) -> Iterator[tuple[Callable[..., None], Case, int, int,
     for case in CASES:
         for batch in (1, 32, 256) if target == "sm_90" else (32,):
             yield launch, case, batch, 1, BF16, True
-        yield launch, case, 32, DRAFTED, BF16, True
+        if target != "gfx942" or not case.recurrence.delta:  # minutes; the odd ones are of the same kernels
+            yield launch, case, 32, DRAFTED, BF16, True
     for case, dtype in ODD:
         for t in (1, DRAFTED):
             yield launch, case, 3, t, dtype, False
+    for case, formats in zip(CASES, FORMATS, strict=True):
+        yield in_formats(*formats), case, 32, 1, BF16, True
+    for (case, _), formats in zip(ODD, ODD_FORMATS, strict=False):
+        yield in_formats(*formats), case, 3, DRAFTED, FP32, False
     yield launch_scan, CASES[0], 1, PROMPT, BF16, True
     for t in (PROMPT, PROMPT - 1):
         yield launch_scan, CASES[0], 1, t, BF16, False
@@ -175,6 +235,7 @@ def main(target: str) -> None:
                 if kernel.hash not in seen:
                     seen.add(kernel.hash)
                     sizes = dict(layer=case.layer, geometry=case.geometry, batch=batch, t=t, dtype=str(dtype))
+                    sizes |= getattr(launcher, "keywords", {})
                     print(json.dumps(dict(kernel=name, **sizes, **resources(kernel))), flush=True)
 
 

@@ -1,4 +1,4 @@
-"""Caches of layers without projections in every format, for the tests of formats; plain PyTorch unless a test is marked."""
+"""Caches of layers without projections in every format; in plain PyTorch unless a test is marked."""
 
 import contextlib
 import copy

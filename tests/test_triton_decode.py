@@ -73,6 +73,16 @@ def test_steps_of_any_geometry_equal_the_token_loop(shape, batch, seed, gate, ke
     assert_e64(pool.checkpoint, expected, "state")
 
 
+@every_recurrence
+def test_steps_of_several_tokens_fold_every_kind_of_record(recurrence):
+    stream, pool = begin(a_shape(recurrence), 2, 3)
+    for _ in range(3):
+        y, exact = advance(stream, pool, 3)
+        assert_e64(y, exact)
+    expected = torch.stack([stream.states[row, n - 3] for row, n in enumerate(pool.taken())])
+    assert_e64(pool.checkpoint, expected, "state")
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @every_recurrence
 def test_records_of_fewer_bits_are_summed_in_fp32(recurrence, dtype):

@@ -43,8 +43,11 @@ class Case:
 
     def layer_bytes(self, dtype: torch.dtype, checkpoint: str = "fp32", read_format: str | None = None) -> LayerBytes:
         """What ``plan`` counts with: the sizes that a cache of the layer has, its states in these formats."""
-        stored = dict(checkpoint=checkpoint, read_format=read_format)
-        return LayerBytes.of(ReplayStateCache(self.build(dtype), 1, window=0, device="meta", **stored)[0])
+        layer = self.build(dtype)
+        cache = ReplayStateCache(
+            layer, 1, window=0, checkpoint=checkpoint, read_format=read_format, backend="torch", device="meta"
+        )
+        return LayerBytes.of(cache[0])
 
     def draw(
         self, batch: int, t: int, *, dtype: torch.dtype, device: torch.device | str, seed: int

@@ -181,9 +181,9 @@ def of_the_head(blocks):
 
 
 @triton.jit
-def e4m3_scales(block, MOST: tl.constexpr, head):
-    """Codes of the scales of blocks (ABREAST, deep, blocks) whose largest number becomes MOST; not below 2^-9."""
-    wanted = tl.div_rn(block, MOST)
+def e4m3_scales(block, most, head):
+    """Codes of the scales of blocks (ABREAST, deep, blocks) whose largest number becomes most; not below 2^-9."""
+    wanted = tl.div_rn(block, tl.zeros(block.shape, tl.float32) + most)
     wanted = tl.div_rn(wanted, tl.broadcast_to(head, wanted.shape))
     return to_e4m3(tl.where(wanted < 0.001953125, 0.001953125, wanted), None)
 

@@ -118,8 +118,9 @@ class CheckpointFunctions(NamedTuple):
     store: Any
 
 
+EXACT = "fp32"
 FORMATS = {
-    "fp32": CheckpointFunctions(load_exact, store_exact),
+    EXACT: CheckpointFunctions(load_exact, store_exact),
     "fp16_sr": CheckpointFunctions(load_float16, store_fp16),
     "bf16_sr": CheckpointFunctions(load_float16, store_bf16),
     "int16_sr": CheckpointFunctions(load_int16, store_int16),

@@ -237,7 +237,10 @@ def replay(
     slots, nheads, headdim = ring.v.shape[1:]
     tiling = tiling or choose_tiling(batch, nheads, headdim, d_state, recurrence)
     if t > 1:
-        _fold(flushing, checkpoint, ring, seqlen, flushed, rows, t, recurrence, tiling)
+        if by_products(t, recurrence):
+            fold_by_products(flushing, checkpoint, ring, seqlen, flushed, rows, t, recurrence)
+        else:
+            flush(flushing, checkpoint, ring, seqlen, flushed, recurrence=recurrence, tiling=tiling)
         return triton_tokens.read(
             q, records, (checkpoint,), None, ring, u, flushing, seqlen, flushed, rows=rows, length=length,
             recurrence=recurrence, dtype=checkpoint.dtype,
@@ -259,7 +262,12 @@ def replay(
     return y
 
 
-def _fold(
+def by_products(t: int, recurrence: Recurrence) -> bool:
+    """Whether a step of t tokens folds by matrix products: with several, many records are due at once."""
+    return t > 1 and recurrence == Recurrence("head", delta=False)
+
+
+def fold_by_products(
     which: Tensor,
     checkpoint: Tensor,
     ring: Records,
@@ -268,12 +276,8 @@ def _fold(
     rows: Tensor | None,
     t: int,
     recurrence: Recurrence,
-    tiling: Tiling,
 ) -> None:
-    """The flush in a step of several tokens: many records are due at once, so what can be made products is."""
-    if recurrence.delta:
-        flush(which, checkpoint, ring, seqlen, flushed, recurrence=recurrence, tiling=tiling)
-        return
+    """The flush of such a step, of t tokens."""
     batch, nheads, headdim, d_state = checkpoint.shape
     called = batch if rows is None else len(rows)
     slots = ring.v.shape[1]

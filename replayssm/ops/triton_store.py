@@ -16,8 +16,8 @@ from replayssm.ops import triton_copies, triton_tokens
 from replayssm.ops.launching import by_token, wide
 from replayssm.ops.records import Records, Recurrence
 from replayssm.ops.tiling import StoreTiling, choose_store_tiling
-from replayssm.ops.triton_checkpoints import FORMATS
-from replayssm.ops.triton_decode import ABREAST, BLOCK_B, LANES
+from replayssm.ops.triton_checkpoints import EXACT, FORMATS
+from replayssm.ops.triton_decode import ABREAST, BLOCK_B, LANES, by_products, fold_by_products
 from replayssm.ops.triton_fold import as_keys, folded, nth_to_flush, over_keys, tile_rows
 from replayssm.ops.triton_records import append_shared
 
@@ -79,10 +79,11 @@ def store_kernel(
     k_stride, v_stride, g_stride, beta_stride, u_stride,
     T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr, SLOTS: tl.constexpr,
     BLOCK_B: tl.constexpr, ROWS: tl.constexpr, ABREAST: tl.constexpr, BLOCK_N: tl.constexpr, LANES: tl.constexpr,
-    LOAD: tl.constexpr, STORE: tl.constexpr, QUANTIZE: tl.constexpr,
+    LOAD: tl.constexpr, STORE: tl.constexpr, QUANTIZE: tl.constexpr, FOLDED: tl.constexpr,
     CHANNEL: tl.constexpr, DELTA: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    # The programs share the rows of the call that flush, a head at a time; without new tokens T is 0.
+    # The programs share the rows of the call that flush, a head at a time; without new tokens T is 0. A checkpoint that
+    # has the records already (FOLDED) stays as it is.
     item = tl.program_id(0)
     called, _ = nth_to_flush(item // H, flushing, rows, batch, BLOCK_B)
     while called >= 0:
@@ -96,8 +97,11 @@ def store_kernel(
         beta_ptr, u_ptr = beta + row * beta_stride, u + row * u_stride
         start, first = tl.load(seqlen + row), tl.load(flushed + row)
         held = _of_head(planes, plane_strides, row, head)
+        oldest = first
+        if FOLDED:
+            oldest = start
         tile = folded(
-            held, k_ptr, v_ptr, g_ptr, beta_ptr, first, start, head, 0,
+            held, k_ptr, v_ptr, g_ptr, beta_ptr, oldest, start, head, 0,
             H, G, P, N, SLOTS, ROWS, ABREAST, BLOCK_N, LANES, LOAD, True, CHANNEL, DELTA, WIDE,
         )  # fmt: skip
         if T > 0:
@@ -115,7 +119,9 @@ def store_kernel(
             )  # fmt: skip
         tl.debug_barrier()  # every thread has loaded its part: others may store there
         if start > first:  # what is stored already would be rounded once more
-            stored = STORE(tile, (tl.load(seed + row), start - 1, layer, head), held, p, P, N)
+            stored = tile
+            if not FOLDED:
+                stored = STORE(tile, (tl.load(seed + row), start - 1, layer, head), held, p, P, N)
             if QUANTIZE is not None:
                 QUANTIZE(stored.to(tl.float32), _of_head(copies, copy_strides, row, head), p, P, N)
         if T > 1:
@@ -179,12 +185,16 @@ def store(
     quantize = None
     if read_format is not None:
         quantize = importlib.import_module(f"replayssm.ops.triton_formats.{read_format}").quantize
+    # as a step without a copy folds, so that a copy changes no bit of the checkpoint
+    in_place = checkpoint == EXACT and by_products(t, recurrence)
+    if in_place:
+        fold_by_products(flushing, planes[0], ring, seqlen, flushed, rows, t, recurrence)
     tiling = tiling or choose_store_tiling(headdim, d_state)
     store_kernel[(min(batch * nheads, tiling.programs),)](
         y, tuple(planes), tuple(copies), *(inputs or no_inputs), *cached, rows, length, flushing, seqlen, flushed,
         seed, layer, batch, *strides, *([x.stride(1) for x in inputs] or [0] * 5), *(x.stride(0) for x in cached),
         t, nheads, ngroups, headdim, d_state, slots, min(BLOCK_B, triton.next_power_of_2(batch)),
-        tiling.rows, ABREAST, tiling.keys, LANES, *functions, quantize,
+        tiling.rows, ABREAST, tiling.keys, LANES, *functions, quantize, in_place,
         recurrence.decay == "channel", recurrence.delta, wide(ring.beta.dtype), num_warps=tiling.warps,
     )  # fmt: skip
 

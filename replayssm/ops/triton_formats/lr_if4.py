@@ -1,6 +1,7 @@
 """lr_if4 for kernels: the 4-bit part as nvfp4's, the terms by their products; see ``cache.formats.lr_if4``.
 
-Terms are sums over rows and keys, in another order than in plain PyTorch: now and then a code is another one.
+Sums over rows and keys, and of squared errors, run in another order than in plain PyTorch: now and then a code is
+another one.
 """
 
 import triton
@@ -31,7 +32,7 @@ def quantize(tile, planes, p, P: tl.constexpr, N: tl.constexpr):
     BLOCKS: tl.constexpr = (N + BLOCK - 1) // BLOCK
     rest = in_blocks(tile, BLOCK)
     n = tl.arange(0, rest.shape[2])[:, None] * BLOCK + tl.arange(0, BLOCK)
-    for term in tl.static_range(TERMS):
+    for term in range(TERMS):  # not unrolled: each needs nearly all registers
         v = _direction(rest, p)
         scale_v = nonzero(tl.div_rn(_over_all(v), 448.0))
         code_v = to_e4m3(tl.div_rn(v, tl.broadcast_to(scale_v, v.shape)), None)
@@ -49,11 +50,12 @@ def quantize(tile, planes, p, P: tl.constexpr, N: tl.constexpr):
     head = nonzero(tl.div_rn(of_the_head(block), 256.0 * 6.0))
     tl.store(planes[4], head)
     scales = e4m3_scales(block, 6.0, head)
-    error = _error(rest, scales, head, False)
-    other = e4m3_scales(block, 4.0, head)
-    other_error = _error(rest, other, head, False)
-    scales = tl.where(other_error < error, other, scales)
-    error = tl.minimum(error, other_error)
+    error = tl.full(block.shape, float("inf"), tl.float32)
+    for candidate in range(2):  # in E2M1 the largest number becomes 6 or 4
+        other = e4m3_scales(block, 6.0 - 2.0 * candidate, head)
+        other_error = _error(rest, other, head, False)
+        scales = tl.where(other_error < error, other, scales)
+        error = tl.minimum(error, other_error)
     other = e4m3_scales(block, 7.0, head)
     whole = _error(rest, other, head, True) < error
     scales = tl.where(whole, other, scales)
@@ -110,18 +112,7 @@ def _error(x, scales, head, WHOLE: tl.constexpr):
     else:
         number = from_e2m1(to_e2m1(over, None))
     error = number * by_block(scales, head) - x
-    return _halves(error * error)
-
-
-@triton.jit
-def _halves(x):
-    """Sum over the last axis (BLOCK,), halves added to halves."""
-    COUNT: tl.constexpr = x.shape[3]
-    if COUNT == 1:
-        return tl.reshape(x, (x.shape[0], x.shape[1], x.shape[2]))
-    else:
-        pairs = tl.reshape(x, (x.shape[0], x.shape[1], x.shape[2], 2, COUNT // 2))
-        return _halves(tl.sum(pairs, axis=3))
+    return tl.sum(error * error, axis=3)
 
 
 @triton.jit
