@@ -1,11 +1,12 @@
-"""Caches of layers without projections in every format, for the tests of formats; in plain PyTorch."""
+"""Caches of layers without projections in every format; in plain PyTorch unless a test is marked."""
 
 import contextlib
 import copy
 from collections.abc import Iterator
 
 import pytest
-from budgets import assert_same_bits
+from backends import interpreted
+from budgets import assert_same_bits, rms
 from passthrough import ChannelDelta, HeadDelta, HeadPlain
 from programs import BATCH
 from torch import Tensor, nn
@@ -33,7 +34,7 @@ def new_cache(
         step_tokens=step_tokens,
         checkpoint=checkpoint,
         read_format=read_format,
-        backend="torch",
+        backend="auto",
         seed=3,
     )
 
@@ -47,7 +48,11 @@ def assert_copies_follow(cache: ReplayStateCache, what: str) -> None:
     found = cache[0].stored.copy.load()
     cache = copy.deepcopy(cache)
     cache[0].rebuild_copy()
-    assert_same_bits(found.contiguous(), cache[0].stored.copy.load().contiguous(), what)
+    expected = cache[0].stored.copy.load()
+    if "lr_if4" in cache[0].stored.formats and interpreted():  # kernels sum its terms in another order
+        assert rms(found - expected) <= 0.02 * rms(expected), what
+    else:
+        assert_same_bits(found.contiguous(), expected.contiguous(), what)
 
 
 @contextlib.contextmanager

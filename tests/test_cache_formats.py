@@ -133,13 +133,13 @@ def test_formats_that_are_none_are_refused(arguments, words):
 
 @pytest.mark.parametrize(("checkpoint", "read_format"), [("fp16_sr", None), ("fp32", "nvfp4")], ids=str)
 def test_formats_are_refused_where_they_cannot_run(checkpoint, read_format):
-    """Not by kernels, which read none of them, nor on a device without FP8; sizes can be asked for all the same."""
+    """Not by kernels in fp64, nor on a device without FP8; sizes can be asked for all the same."""
     pytest.importorskip("triton")
     asked = dict(checkpoint=checkpoint, read_format=read_format)
-    with refused(NotImplementedError, "ReplayStateCache", repr(checkpoint), repr(read_format), "backend='torch'"):
-        ReplayStateCache([HeadPlain()], 1, backend="triton", **asked)
+    with refused(NotImplementedError, "LayerState", repr(checkpoint), repr(read_format), "backend='torch'"):
+        ReplayStateCache([HeadPlain(dtype=torch.float64)], 1, backend="triton", **asked)
     with pytest.raises(NotImplementedError, match=r"on mps; got .*cpu and cuda"):
-        expect_runnable("here", checkpoint, read_format, "torch", torch.device("mps"))
+        expect_runnable("here", checkpoint, read_format, torch.device("mps"))
     assert ReplayStateCache.estimate([HeadPlain()], 2, backend="triton", **asked)["checkpoint"] > 0
 
 

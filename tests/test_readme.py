@@ -7,6 +7,8 @@ import pytest
 import torch
 
 import replayssm
+from replayssm.hf.mixer import MIXERS
+from replayssm.hf.versions import NEWEST, OLDEST
 from replayssm.models import from_pretrained
 from replayssm.plan import StateBytes, conventional_traffic, replay_traffic
 
@@ -83,3 +85,10 @@ def test_the_figures_of_the_bundled_model_are_those_of_its_page() -> None:
     assert f"{greedy} tokens a step against {greedy_lookup}" in said
     assert f"{sampled} against {sampled_lookup}" in said
     assert f"{near:.2f} at positions 1K to 2K and {max(far):.2f} on the same passages" in said
+
+
+def test_the_releases_and_families_of_transformers_are_those_of_the_patch() -> None:
+    said, (oldest, newest) = " ".join(README.split()), (".".join(map(str, release)) for release in (OLDEST, NEWEST))
+    assert f"transformers {oldest} to {newest}" in said
+    assert len({known.family for known in MIXERS.values()}) == 14
+    assert "layers of fourteen families" in said

@@ -1,13 +1,10 @@
-"""Two precisions: what a read format may change and what not, and stochastic rounding that belongs to the row alone.
-
-In plain PyTorch; kernels refuse these formats.
-"""
+"""Two precisions: what a read format may change and what not, and stochastic rounding that belongs to the row alone."""
 
 import copy
 
 import pytest
 import torch
-from backends import given
+from backends import both_backends, given
 from budgets import assert_e32, assert_same_bits, e32, rms
 from draws import DEVICE, draw, same_bits_everywhere, seeds
 from format_caches import KINDS, READ, NoValues, assert_copies_follow, checkpoint_planes, new_cache, unreadable
@@ -46,6 +43,7 @@ def everything_but_the_copy(cache: ReplayStateCache) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in cache.tensors().items() if ".copy" not in name}
 
 
+@both_backends
 @every_kind
 @given(
     program=programs(reject=True, flush=True),
@@ -67,6 +65,7 @@ def test_the_read_format_changes_no_bit_of_the_checkpoint(kind, program, checkpo
         assert_copies_follow(cache, f"{checkpoint} read as {read_format}")
 
 
+@both_backends
 @every_kind
 @given(seed=seeds, data=st.data(), checkpoint=checkpoints, read_format=st.sampled_from(READ))
 def test_rows_take_copy_and_stream_along(kind, seed, data, checkpoint, read_format):

@@ -41,9 +41,13 @@ class Case:
             return ReplayGatedDeltaNet(d_model, *sizes, self.d_state, ngroups=self.ngroups, device="meta", dtype=dtype)
         return ReplayKDA(d_model, *sizes, d_state=self.d_state, device="meta", dtype=dtype)
 
-    def layer_bytes(self, dtype: torch.dtype) -> LayerBytes:
-        """What ``plan`` counts with: the sizes that a cache of the layer has."""
-        return LayerBytes.of(ReplayStateCache(self.build(dtype), 1, window=0, device="meta")[0])
+    def layer_bytes(self, dtype: torch.dtype, checkpoint: str = "fp32", read_format: str | None = None) -> LayerBytes:
+        """What ``plan`` counts with: the sizes that a cache of the layer has, its states in these formats."""
+        layer = self.build(dtype)
+        cache = ReplayStateCache(
+            layer, 1, window=0, checkpoint=checkpoint, read_format=read_format, backend="torch", device="meta"
+        )
+        return LayerBytes.of(cache[0])
 
     def draw(
         self, batch: int, t: int, *, dtype: torch.dtype, device: torch.device | str, seed: int

@@ -149,13 +149,25 @@ def tokens_for(window: int, tokens: int = 1) -> int:
 
 
 def check(
-    case: Case, batch: int, window: int, *, dtype: torch.dtype, device: torch.device, kernels: Kernels, step: Step
+    case: Case,
+    batch: int,
+    window: int,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    kernels: Kernels,
+    step: Step,
+    coarse: float = 0.0,
 ) -> Verdict:
-    """Decode two whole windows with the kernels, with ``window`` and with window 0, and with the conventional step."""
+    """Decode two whole windows with the kernels, with ``window`` and with window 0, and with the conventional step.
+
+    Args:
+        coarse: what the kernels may be wrong besides, because they keep states in fewer bits.
+    """
     trial = Trial(case, batch, tokens_for(window), dtype=dtype, device=device)
     replay_errors = torch.tensor([trial.replay_error(kernels, each) for each in (window, 0)], dtype=torch.float64)
     worst = float(replay_errors.max())  # of torch: NaN is the largest
-    return Verdict(worst, trial.conventional_error(step), trial.budget)
+    return Verdict(worst, trial.conventional_error(step), trial.budget + coarse)
 
 
 def check_tokens(

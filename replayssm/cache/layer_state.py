@@ -83,6 +83,7 @@ class LayerState(ModuleState):
 
         Raises:
             ValueError: kernels cannot address the ring.
+            NotImplementedError: kernels cannot sum formats in the layer's dtype.
         """
         self._backend = backend
         if backend == "torch":
@@ -95,6 +96,11 @@ class LayerState(ModuleState):
             f"bits; got {slots} slots x {nheads} heads x {widest} = {numbers}. Choose a smaller window, or "
             "backend='torch'.",
         )
+        if not self.stored.plain and self.ring.beta.dtype == torch.float64:
+            raise NotImplementedError(
+                f"{self.where}: checkpoint must be 'fp32' and read_format None in an fp64 layer on backend 'triton', "
+                f"whose kernels sum formats in fp32; got {self.stored.formats}. Use backend='torch'."
+            )
         if self.geometry.recurrence.delta:
             self.u = torch.zeros_like(self.ring.v, dtype=self.ring.beta.dtype)
 
@@ -141,11 +147,24 @@ class LayerState(ModuleState):
         Cost: one state read, and one written to the new tensor.
         """
         self.clock.refuse_open(f"{self.where}: state()")
-        if self._backend == "torch":
+        if not self._folds_in_place:
             return self._folded(Selection())
         state = self._exact.clone()
         self._flush(torch.ones_like(self.clock.seqlen, dtype=torch.bool), state)
         return state
+
+    @property
+    def _folds_in_place(self) -> bool:
+        """Kernels fold into the checkpoint as it is."""
+        return self._backend == "triton" and self.stored.plain
+
+    @property
+    def _as_stored(self) -> decode.Stored:
+        """The states as kernels read and write them in formats."""
+        checkpoint, copy = self.stored.checkpoint.planes, self.stored.copy
+        return decode.Stored(
+            checkpoint, () if copy is None else copy.planes, self.clock.seed, self.index, *self.stored.formats
+        )
 
     @property
     def _exact(self) -> Tensor:
@@ -193,6 +212,20 @@ class LayerState(ModuleState):
         if self._backend == "triton" and step.tree is None:
             # as they will be read back, so that a token sees the same values at once and later
             kept = Records(*(new.to(ring.dtype) for new, ring in zip(records, self.ring, strict=True)))
+            if not self.stored.plain:
+                return decode.replay_stored(
+                    q,
+                    kept,
+                    self._as_stored,
+                    self.ring,
+                    self.u,
+                    step.flushing,
+                    clock.seqlen,
+                    clock.flushed,
+                    rows=step.index,
+                    length=None if step.valid is None else step.length,
+                    recurrence=self.geometry.recurrence,
+                )
             return decode.replay(
                 q,
                 kept,
@@ -245,8 +278,11 @@ class LayerState(ModuleState):
 
     def fold(self, which: Tensor) -> None:
         """Fold the committed records of the cache rows in ``which`` (batch,) bool into their checkpoints."""
-        if self._backend == "triton":
+        clock, recurrence = self.clock, self.geometry.recurrence
+        if self._folds_in_place:
             self._flush(which, self._exact)
+        elif self._backend == "triton":
+            decode.store(which, self._as_stored, self.ring, clock.seqlen, clock.flushed, recurrence=recurrence)
         else:
             self._fold(which)
 
@@ -266,7 +302,7 @@ class LayerState(ModuleState):
 
     def _fold_and_read(self, which: Tensor) -> Tensor:
         """Fold the rows in ``which``; the states that a step reads, (batch, nheads, headdim, d_state)."""
-        if self._backend == "triton":  # a draft tree
+        if self._folds_in_place:  # a draft tree
             self._flush(which, self._exact)
             return self._exact
         due, folded = self._fold(which)
@@ -274,7 +310,7 @@ class LayerState(ModuleState):
 
     def _committed(self, step: Step) -> Tensor:
         """The states before a scan, of every cache row; with kernels they are folded in place."""
-        if self._backend == "triton":
+        if self._folds_in_place:
             self._flush(step.flushing, self._exact)
             return self._exact
         state, due = self.stored.checkpoint.load(Selection()), self._due(step.flushing)

@@ -78,7 +78,7 @@ class ReplayStateCache:
         on_device = torch.device(device) if device is not None else device_of(model)
         self.batch = batch
         self.backend = decode.choose("ReplayStateCache", backend, on_device)
-        expect_runnable("ReplayStateCache", checkpoint, read_format, self.backend, on_device)
+        expect_runnable("ReplayStateCache", checkpoint, read_format, on_device)
         self._states: list[ModuleState] = []
         # found by order and never held: a deep copy of the cache serves the same model
         self._order: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()

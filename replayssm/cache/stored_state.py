@@ -11,7 +11,6 @@ from replayssm.cache.checkpoint import EXACT, Checkpoint, expect_checkpoint
 from replayssm.cache.formats import expect_read_format
 from replayssm.cache.read_copy import ReadCopy
 from replayssm.cache.selection import Selection
-from replayssm.ops.decode import Chosen
 
 RUN_ON = ("cpu", "cuda")  # the devices that formats run on; ROCm's are called "cuda" too
 
@@ -26,10 +25,8 @@ def check_formats(where: str, checkpoint: str, read_format: str | None) -> None:
     expect_read_format(where, read_format)
 
 
-def expect_runnable(
-    where: str, checkpoint: str, read_format: str | None, backend: Chosen, device: torch.device
-) -> None:
-    """Refuse a format that the backend, or the device, cannot run. On meta nothing runs: sizes can be asked for.
+def expect_runnable(where: str, checkpoint: str, read_format: str | None, device: torch.device) -> None:
+    """Refuse a format that the device cannot run. On meta nothing runs: sizes can be asked for.
 
     Raises:
         NotImplementedError: the text names what can.
@@ -37,11 +34,6 @@ def expect_runnable(
     if (checkpoint, read_format) == (EXACT, None) or device.type == "meta":
         return
     asked = f"checkpoint={checkpoint!r} and read_format={read_format!r}"
-    if backend == "triton":
-        raise NotImplementedError(
-            f"{where}: checkpoint must be {EXACT!r} and read_format None on backend 'triton', whose kernels read no "
-            f"other format yet; got {asked}. Use backend='torch'."
-        )
     if device.type not in RUN_ON:
         raise NotImplementedError(
             f"{where}: checkpoint must be {EXACT!r} and read_format None on {device}; got {asked}. Formats need 64-bit "
@@ -60,6 +52,7 @@ class StoredState:
     Attributes:
         checkpoint: what the recurrence continues from.
         copy: what steps read, or None where they read the checkpoint.
+        formats: the names of both.
     """
 
     def __init__(
@@ -70,8 +63,14 @@ class StoredState:
         dtype: torch.dtype,
         device: torch.device | str | None,
     ):
+        self.formats = checkpoint, read_format
         self.checkpoint = Checkpoint(checkpoint, shape, dtype, device)
         self.copy = None if read_format is None else ReadCopy(read_format, shape, dtype, device)
+
+    @property
+    def plain(self) -> bool:
+        """States are kept as they are computed, and read as they are kept."""
+        return self.checkpoint.exact and self.copy is None
 
     def tensors(self) -> dict[str, Tensor]:
         """Name -> tensor, cache row first: "checkpoint" and "copy", further planes of each with .1, .2, ... behind."""

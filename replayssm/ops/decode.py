@@ -9,7 +9,8 @@ launch is called directly, because an operator costs about 20 us of a CPU's time
 """
 
 import importlib.util
-from typing import Literal, get_args
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -87,6 +88,57 @@ def flush(
     run(which, checkpoint, *ring, seqlen, flushed, recurrence.decay, recurrence.delta)
 
 
+class Stored(NamedTuple):
+    """States of a layer that are not kept as they are computed, as kernels find them.
+
+    Attributes:
+        planes: of the checkpoint, (batch, nheads, ...); copies: of the read copy, if there is one.
+        seed: (batch,) int64, each row's random stream.
+        layer: which replay layer of the model.
+        checkpoint, read_format: the names of the formats.
+    """
+
+    planes: Sequence[Tensor]
+    copies: Sequence[Tensor]
+    seed: Tensor
+    layer: int
+    checkpoint: str
+    read_format: str | None
+
+
+def replay_stored(
+    q: Tensor,
+    records: Records,
+    stored: Stored,
+    ring: Records,
+    u: Tensor | None,
+    flushing: Tensor,
+    seqlen: Tensor,
+    flushed: Tensor,
+    *,
+    rows: Tensor | None,
+    length: Tensor | None,
+    recurrence: Recurrence,
+) -> Tensor:
+    """As ``replay``, where states are kept in formats; see ``triton_store.replay``."""
+    run = _replay_stored_op if torch.compiler.is_compiling() else _replay_stored
+    return run(
+        q, *records, [*stored.planes], [*stored.copies], *ring, u, flushing, seqlen, flushed, stored.seed, rows, length,
+        stored.layer, stored.checkpoint, stored.read_format, recurrence.decay, recurrence.delta,
+    )  # fmt: skip
+
+
+def store(
+    which: Tensor, stored: Stored, ring: Records, seqlen: Tensor, flushed: Tensor, *, recurrence: Recurrence
+) -> None:
+    """As ``flush``, where states are kept in formats; see ``triton_store.store``."""
+    run = _store_op if torch.compiler.is_compiling() else _store
+    run(
+        which, [*stored.planes], [*stored.copies], *ring, seqlen, flushed, stored.seed,
+        stored.layer, stored.checkpoint, stored.read_format, recurrence.decay, recurrence.delta,
+    )  # fmt: skip
+
+
 def _replay(
     q: Tensor,
     k: Tensor,
@@ -142,6 +194,89 @@ def _flush(
     triton_decode.flush(which, checkpoint, ring, seqlen, flushed, recurrence=Recurrence(decay, delta))
 
 
+def _replay_stored(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    planes: list[Tensor],
+    copies: list[Tensor],
+    ring_k: Tensor,
+    ring_v: Tensor,
+    ring_g: Tensor,
+    ring_beta: Tensor,
+    u: Tensor | None,
+    flushing: Tensor,
+    seqlen: Tensor,
+    flushed: Tensor,
+    seed: Tensor,
+    rows: Tensor | None,
+    length: Tensor | None,
+    layer: int,
+    checkpoint: str,
+    read_format: str | None,
+    decay: Literal["head", "channel"],
+    delta: bool,
+) -> Tensor:
+    from replayssm.ops import triton_store
+
+    return triton_store.replay(
+        q,
+        Records(k, v, g, beta),
+        planes,
+        copies,
+        Records(ring_k, ring_v, ring_g, ring_beta),
+        u,
+        flushing,
+        seqlen,
+        flushed,
+        seed,
+        layer=layer,
+        checkpoint=checkpoint,
+        read_format=read_format,
+        rows=rows,
+        length=length,
+        recurrence=Recurrence(decay, delta),
+    )
+
+
+def _store(
+    which: Tensor,
+    planes: list[Tensor],
+    copies: list[Tensor],
+    ring_k: Tensor,
+    ring_v: Tensor,
+    ring_g: Tensor,
+    ring_beta: Tensor,
+    seqlen: Tensor,
+    flushed: Tensor,
+    seed: Tensor,
+    layer: int,
+    checkpoint: str,
+    read_format: str | None,
+    decay: Literal["head", "channel"],
+    delta: bool,
+) -> None:
+    from replayssm.ops import triton_store
+
+    triton_store.store(
+        None,
+        planes,
+        copies,
+        Records(ring_k, ring_v, ring_g, ring_beta),
+        None,
+        which,
+        seqlen,
+        flushed,
+        seed,
+        layer=layer,
+        checkpoint=checkpoint,
+        read_format=read_format,
+        recurrence=Recurrence(decay, delta),
+    )
+
+
 _ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a!) checkpoint, Tensor(b!) ring_k, Tensor(c!) ring_v, "
     "Tensor(d!) ring_g, Tensor(e!) ring_beta, Tensor(f!)? u, Tensor flushing, Tensor seqlen, Tensor flushed, "
@@ -168,5 +303,33 @@ def _(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, checkpoint: Tens
 
 
 @_flush_op.register_fake
+def _(*_: object) -> None:
+    """Nothing to make."""
+
+
+_STORED = "int layer, str checkpoint, str? read_format, str decay, bool delta"
+_replay_stored_op = torch.library.custom_op(
+    "replayssm::replay_stored",
+    _replay_stored,
+    mutates_args=("planes", "copies", "ring_k", "ring_v", "ring_g", "ring_beta", "u"),
+    schema="(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a!)[] planes, Tensor(b!)[] copies, "
+    "Tensor(c!) ring_k, Tensor(d!) ring_v, Tensor(e!) ring_g, Tensor(f!) ring_beta, Tensor(g!)? u, Tensor flushing, "
+    f"Tensor seqlen, Tensor flushed, Tensor seed, Tensor? rows, Tensor? length, {_STORED}) -> Tensor",
+)
+_store_op = torch.library.custom_op(
+    "replayssm::store",
+    _store,
+    mutates_args=("planes", "copies"),
+    schema="(Tensor which, Tensor(a!)[] planes, Tensor(b!)[] copies, Tensor ring_k, Tensor ring_v, Tensor ring_g, "
+    f"Tensor ring_beta, Tensor seqlen, Tensor flushed, Tensor seed, {_STORED}) -> ()",
+)
+
+
+@_replay_stored_op.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *_: object) -> Tensor:
+    return beta.new_empty(v.shape)
+
+
+@_store_op.register_fake
 def _(*_: object) -> None:
     """Nothing to make."""

@@ -7,10 +7,12 @@ the copy is made of what is stored. A kernel knows no format: it gets the functi
 import importlib
 from collections.abc import Sequence
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from replayssm.ops import triton_copies, triton_tokens
 from replayssm.ops.launching import by_token, wide
 from replayssm.ops.records import Records, Recurrence
 from replayssm.ops.tiling import StoreTiling, choose_store_tiling
@@ -195,3 +197,55 @@ def store(
         tiling.rows, ABREAST, tiling.keys, LANES, *functions, quantize, in_place,
         recurrence.decay == "channel", recurrence.delta, wide(ring.beta.dtype), num_warps=tiling.warps,
     )  # fmt: skip
+
+
+READERS = {"fp16_sr": "fp16", "bf16_sr": "bf16", "int16_sr": "int16"}  # checkpoints that are no read format besides
+
+
+def replay(
+    q: Tensor,
+    records: Records,
+    planes: Sequence[Tensor],
+    copies: Sequence[Tensor],
+    ring: Records,
+    u: Tensor | None,
+    flushing: Tensor,
+    seqlen: Tensor,
+    flushed: Tensor,
+    seed: Tensor,
+    *,
+    layer: int,
+    checkpoint: str,
+    read_format: str | None,
+    rows: Tensor | None,
+    length: Tensor | None,
+    recurrence: Recurrence,
+) -> Tensor:
+    """``triton_decode.replay`` where states are kept in formats; arguments as for ``store``.
+
+    Rows that flush answer from the state that they have folded, before it is rounded. The others read the copy, or the
+    checkpoint where there is none.
+
+    Returns:
+        (rows of the call, t, nheads, headdim) fp32; not written where there is no real token.
+    """
+    batch, t = q.shape[:2]
+    y = torch.empty(batch, t, *ring.v.shape[2:], dtype=ring.beta.dtype, device=q.device)
+    step = flushing, seqlen, flushed
+    store(
+        (y, q, records), planes, copies, ring, u, *step, seed, layer=layer, checkpoint=checkpoint,
+        read_format=read_format, rows=rows, length=length, recurrence=recurrence,
+    )  # fmt: skip
+    name = READERS.get(checkpoint, checkpoint.removesuffix("_sr")) if read_format is None else read_format
+    held = importlib.import_module(f"replayssm.ops.triton_formats.{name}").held
+    read = planes if read_format is None else copies
+    if t == 1:
+        triton_copies.read(
+            y, q, records, tuple(read), held, ring, u, *step, rows=rows, length=length, recurrence=recurrence
+        )  # fmt: skip
+    else:
+        triton_tokens.read(
+            q, records, tuple(read), held, ring, u, *step, rows=rows, length=length, recurrence=recurrence,
+            dtype=y.dtype, y=y,
+        )  # fmt: skip
+    return y
