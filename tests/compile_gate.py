@@ -6,7 +6,6 @@ a process of its own, without TRITON_INTERPRET: some errors of a backend end the
 """
 
 import functools
-import importlib
 import json
 import re
 import subprocess
@@ -23,7 +22,7 @@ from triton.runtime.jit import JITFunction
 
 from replayssm.bench.cases import CASES, Case
 from replayssm.cache.stored_state import StoredState
-from replayssm.ops import triton_copies, triton_decode, triton_states, triton_store
+from replayssm.ops import triton_decode, triton_states, triton_store
 from replayssm.ops.chunked import CHUNK
 from replayssm.ops.records import Records
 
@@ -150,18 +149,11 @@ def launch_stored(
     q, records, ring, u, due, counts, named, shape = arguments(case, batch, t, dtype, every_row)
     states = StoredState(checkpoint, read_format, shape, torch.float32, "meta")
     copies = () if states.copy is None else states.copy.planes
-    y = torch.empty_like(records.v, dtype=torch.float32)
     settings = dict(layer=1, checkpoint=checkpoint, read_format=read_format, recurrence=case.recurrence)
-    flushed = states.checkpoint.planes, copies, ring, u, due, counts, counts, counts
-    triton_store.store((y, q, records), *flushed, **settings, **named)
+    rest = states.checkpoint.planes, copies, ring, u, due, counts, counts, counts
+    triton_store.replay(q, records, *rest, **settings, **named)
     if case is CASES[0]:
-        triton_store.store(None, *flushed, **settings)  # a flush alone
-    if t == 1:
-        held = importlib.import_module(f"replayssm.ops.triton_formats.{read_format or checkpoint[:-3]}").held
-        triton_copies.read(
-            y, q, records, tuple(copies or states.checkpoint.planes), held, ring, u, due, counts, counts,
-            recurrence=case.recurrence, **named,
-        )  # fmt: skip
+        triton_store.store(None, *rest, **settings)  # a flush alone
 
 
 def launch_scan(case: Case, batch: int, t: int, dtype: torch.dtype, every_row: bool) -> None:
