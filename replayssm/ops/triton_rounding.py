@@ -89,12 +89,16 @@ def to_e4m3(x, words):
         small = (tl.abs(x) + 16384.0).to(tl.uint32, bitcast=True) & 0xF
         normal = (a + 0x7FFFF + (a >> 20 & 1)) >> 20
         return tl.where(
-            a >= _INFINITY, 0x7F, tl.where(a >= 121 << 23, tl.minimum(normal - (120 << 3), 0x7E), small) | sign
+            a >= _INFINITY,
+            0x7F,
+            tl.where(a >= 121 << 23, tl.minimum(tl.maximum(normal, 120 << 3) - (120 << 3), 0x7E), small) | sign,
         ).to(tl.uint8)
     else:
         random = words & 0xFFFF
         normal = (a + (random << 4)) >> 20
-        code = tl.where(a >= 121 << 23, tl.minimum(normal - (120 << 3), 0x7E), _carried(a, random, 141, 16))
+        code = tl.where(
+            a >= 121 << 23, tl.minimum(tl.maximum(normal, 120 << 3) - (120 << 3), 0x7E), _carried(a, random, 141, 16)
+        )
         return (tl.where(a >= _INFINITY, 0x7F, code) | sign).to(tl.uint8)
 
 

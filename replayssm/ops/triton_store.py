@@ -18,7 +18,7 @@ from replayssm.ops.records import Records, Recurrence
 from replayssm.ops.tiling import StoreTiling, choose_store_tiling
 from replayssm.ops.triton_checkpoints import EXACT, FORMATS
 from replayssm.ops.triton_decode import ABREAST, BLOCK_B, LANES, by_products, fold_by_products
-from replayssm.ops.triton_fold import as_keys, folded, nth_to_flush, over_keys, tile_rows
+from replayssm.ops.triton_fold import as_keys, folded, nth_to_flush, over_keys, tile_keys, tile_rows
 from replayssm.ops.triton_records import append_shared
 
 # Axes: T new tokens, H value heads, G key groups, P headdim, N d_state; n and p are indices of keys and of rows of a
@@ -97,13 +97,13 @@ def store_kernel(
         beta_ptr, u_ptr = beta + row * beta_stride, u + row * u_stride
         start, first = tl.load(seqlen + row), tl.load(flushed + row)
         held = _of_head(planes, plane_strides, row, head)
-        oldest = first
         if FOLDED:
-            oldest = start
-        tile = folded(
-            held, k_ptr, v_ptr, g_ptr, beta_ptr, oldest, start, head, 0,
-            H, G, P, N, SLOTS, ROWS, ABREAST, BLOCK_N, LANES, LOAD, True, CHANNEL, DELTA, WIDE,
-        )  # fmt: skip
+            tile = LOAD(held, p, tile_keys(ABREAST, BLOCK_N, LANES), P, N).to(WIDE)
+        else:
+            tile = folded(
+                held, k_ptr, v_ptr, g_ptr, beta_ptr, first, start, head, 0,
+                H, G, P, N, SLOTS, ROWS, ABREAST, BLOCK_N, LANES, LOAD, True, CHANNEL, DELTA, WIDE,
+            )  # fmt: skip
         if T > 0:
             y_at, q_at, k_at = y + at * T * (H * P), q_new + at * T * q_token, k_new + at * T * k_token
             v_at, g_at, beta_at = v_new + at * T * v_token, g_new + at * T * g_token, beta_new + at * T * beta_token
