@@ -29,6 +29,11 @@ def count_kernel(bound, target):
 
 
 @triton.jit
+def sum_kernel(a, b, target):
+    tl.store(target, tl.load(a) + tl.load(b))
+
+
+@triton.jit
 def dot_kernel(a, b, target, SIZE: tl.constexpr):
     at = tl.arange(0, SIZE)[:, None] * SIZE + tl.arange(0, SIZE)
     start = tl.load(target + at)
@@ -75,6 +80,19 @@ def test_a_loop_runs_to_a_bound_that_was_loaded(bound):
     target = torch.full((1,), -1)
     count_kernel[(1,)](torch.tensor([bound]), target)
     assert target.item() == bound
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_sum_that_32_bits_do_not_hold_is_an_error_and_one_of_64_is_none(sign):
+    """The interpreter's own check, at the two limits."""
+    small, large = (torch.tensor([sign * number], dtype=torch.int32) for number in (1, 2**31 - 1))
+    target = torch.zeros(1, dtype=torch.int64)
+    sum_kernel[(1,)](large, large - large, target)
+    assert target.item() == large.item()
+    sum_kernel[(1,)](large.long(), small, target)
+    assert target.item() == sign * 2**31
+    with pytest.raises(Exception, match="overflow"):
+        sum_kernel[(1,)](large, small * 2, target)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
