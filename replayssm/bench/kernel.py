@@ -113,8 +113,6 @@ def measure_case(
         ngroups=case.ngroups,
         window=window,
         dtype=str(dtype).removeprefix("torch."),
-        checkpoint=checkpoint,
-        read_format=read_format,
         batch=batch,
         conventional_us=conventional_us,
         conventional_config=str(config),
@@ -131,7 +129,7 @@ def measure_case(
         percent_of_ceiling=100 * bytes_replay / replay_us / 1e6 / ceiling,
         speedup=speedup,
         gate=verdict._asdict(),
-    )
+    ) | _formats(checkpoint, read_format)
 
 
 def _measure(cases: Sequence[Case], options: argparse.Namespace) -> int:
@@ -175,7 +173,13 @@ def _measure(cases: Sequence[Case], options: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
+def _formats(checkpoint: str, read_format: str | None) -> dict[str, str]:
+    """What differs from states in fp32 that are read as they are."""
+    given = {} if checkpoint == "fp32" else {"checkpoint": checkpoint}
+    return given if read_format is None else given | {"read_format": read_format}
+
+
 def _command(options: argparse.Namespace) -> str:
-    read = "" if options.read_format is None else f" --read-format {options.read_format}"
-    sizes = f"{named(options)} --window {options.window} --dtype {options.dtype}"
-    return f"replayssm bench kernel {sizes} --checkpoint {options.checkpoint}{read}"
+    formats = _formats(options.checkpoint, options.read_format)
+    stored = "".join(f" --{name.replace('_', '-')} {value}" for name, value in formats.items())
+    return f"replayssm bench kernel {named(options)} --window {options.window} --dtype {options.dtype}{stored}"
