@@ -29,7 +29,7 @@ common = dict(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
 )
 # A check must not fail by luck, so CI draws the same examples every time; nightly draws others.
-settings.register_profile("ci", max_examples=25, derandomize=True, stateful_step_count=12, **common)
+settings.register_profile("ci", max_examples=15, derandomize=True, stateful_step_count=12, **common)
 settings.register_profile("nightly", max_examples=300, stateful_step_count=40, **common)
 settings.load_profile(PROFILE)
 
