@@ -67,6 +67,12 @@ class StoredPool:
         twin.checkpoint, twin.read_format = "fp32", None
         return twin
 
+    def without_copy(self) -> "StoredPool":
+        """One that reads its checkpoint."""
+        twin = self.copy()
+        twin.stored.copy = twin.read_format = None
+        return twin
+
     def states(self) -> Tensor:
         return self.stored.checkpoint.load(Selection())
 

@@ -65,7 +65,7 @@ def _carried(a, words, SHIFT: tl.constexpr, BITS: tl.constexpr):
 def to_fp16(x, words):
     """fp32 -> fp16, stochastically."""
     a, random = _magnitude(x), words & 0x1FFF
-    code = tl.minimum(((a + random) >> 13) - (112 << 10), 0x7BFF)
+    code = tl.minimum(tl.maximum((a + random) >> 13, 112 << 10) - (112 << 10), 0x7BFF)
     code = tl.where(a >= 113 << 23, code, _carried(a, random, 126, 13))
     code = tl.where(a >= _INFINITY, tl.where(a > _INFINITY, 0x7E00, 0x7C00), code)
     return (code | _negative(x) << 15).to(tl.uint16).to(tl.float16, bitcast=True)
@@ -88,17 +88,15 @@ def to_e4m3(x, words):
         # beside 2^14 a float holds steps of 2^-9, those of subnormal numbers
         small = (tl.abs(x) + 16384.0).to(tl.uint32, bitcast=True) & 0xF
         normal = (a + 0x7FFFF + (a >> 20 & 1)) >> 20
-        return tl.where(
-            a >= _INFINITY,
-            0x7F,
-            tl.where(a >= 121 << 23, tl.minimum(tl.maximum(normal, 120 << 3) - (120 << 3), 0x7E), small) | sign,
-        ).to(tl.uint8)
     else:
         random = words & 0xFFFF
+        small = _carried(a, random, 141, 16)
         normal = (a + (random << 4)) >> 20
-        code = tl.where(
-            a >= 121 << 23, tl.minimum(tl.maximum(normal, 120 << 3) - (120 << 3), 0x7E), _carried(a, random, 141, 16)
-        )
+    normal = tl.minimum(tl.maximum(normal, 120 << 3) - (120 << 3), 0x7E)
+    code = tl.where(a >= 121 << 23, normal, small)
+    if words is None:
+        return tl.where(a >= _INFINITY, 0x7F, code | sign).to(tl.uint8)
+    else:
         return (tl.where(a >= _INFINITY, 0x7F, code) | sign).to(tl.uint8)
 
 
@@ -131,7 +129,8 @@ def to_e2m1(x, words):
         a = tl.floor(a * steps + (words & 0xFFFF).to(tl.float32) * (1.0 / (1 << 16))) * step
     bits = a.to(tl.uint32, bitcast=True)
     small = (a + 4194304.0).to(tl.uint32, bitcast=True) & 3  # beside 2^22 a float holds halves
-    code = tl.where(a >= 1, ((bits + 0x1FFFFF + (bits >> 22 & 1)) >> 22) - 252, small)
+    normal = tl.maximum((bits + 0x1FFFFF + (bits >> 22 & 1)) >> 22, 252) - 252
+    code = tl.where(a >= 1, normal, small)
     return (tl.where(x == x, code, 0) | _negative(x) << 3).to(tl.uint8)
 
 
