@@ -17,6 +17,12 @@ from replayssm.ops import decode
 
 both_backends = pytest.mark.usefixtures("decoding_backend")
 FEWER = 12  # times fewer examples
+_by_device = decode.automatic
+
+
+def as_marked() -> str:
+    """The backend of the test at hand: plain PyTorch in one that is not marked, on a GPU too."""
+    return "torch" if decode.automatic is _by_device else decode.automatic(DEVICE)
 
 
 def interpreted() -> bool:

@@ -5,7 +5,7 @@ import copy
 from collections.abc import Iterator
 
 import pytest
-from backends import interpreted
+from backends import as_marked, interpreted
 from budgets import assert_same_bits, rms
 from passthrough import ChannelDelta, HeadDelta, HeadPlain
 from programs import BATCH
@@ -34,7 +34,7 @@ def new_cache(
         step_tokens=step_tokens,
         checkpoint=checkpoint,
         read_format=read_format,
-        backend="auto",
+        backend=as_marked(),
         seed=3,
     )
 

@@ -5,6 +5,8 @@ import functools
 from dataclasses import dataclass
 
 import torch
+import triton
+import triton.language as tl
 from draws import DEVICE
 from pools import Pool, Shape, Stream
 from torch import Tensor
@@ -13,8 +15,20 @@ from replayssm.cache.selection import Selection
 from replayssm.cache.stored_state import StoredState
 from replayssm.ops import triton_store
 from replayssm.ops.records import Records
+from replayssm.ops.triton_blocks import write_rows
+from replayssm.ops.triton_checkpoints import EXACT, FORMATS, CheckpointFunctions, load_exact
 
 LAYER = 5
+AS_FOLDED = "as folded"  # by the kernel that stores other formats
+
+
+@triton.jit
+def store_as_folded(tile, stream, planes, p, P: tl.constexpr, N: tl.constexpr):
+    write_rows(tile, planes[0], p, P, N)
+    return tile
+
+
+FORMATS[AS_FOLDED] = CheckpointFunctions(load_exact, store_as_folded)
 
 
 @functools.cache
@@ -59,12 +73,12 @@ class StoredPool:
         return StoredPool(self.pool.copy(), copy.deepcopy(self.stored), self.seed, self.checkpoint, self.read_format)
 
     def exact(self) -> "StoredPool":
-        """One that stores its states as they are; it begins with what is stored here."""
+        """One that stores its states as they are folded here; it begins with what is stored."""
         twin = self.copy()
         states = self.states()
         twin.stored = StoredState("fp32", None, tuple(states.shape), states.dtype, DEVICE)
         twin.stored.checkpoint.planes[0].copy_(states)
-        twin.checkpoint, twin.read_format = "fp32", None
+        twin.checkpoint, twin.read_format = EXACT if self.checkpoint == EXACT else AS_FOLDED, None
         return twin
 
     def without_copy(self) -> "StoredPool":

@@ -1,7 +1,7 @@
 """How a checkpoint is stored, in kernels: the planes of ``cache.checkpoint``, bit for bit.
 
 A ``load_`` function gives the tile of a head from its planes. A ``store_`` function rounds a tile into them and returns
-what they hold, in fp32, or as it is if it is stored so.
+what they hold, in fp32.
 """
 
 from typing import Any, NamedTuple
@@ -39,12 +39,6 @@ def _words(stream, tile, p, P: tl.constexpr, N: tl.constexpr):
 @triton.jit
 def load_exact(planes, p, n, P: tl.constexpr, N: tl.constexpr):
     return load_rows(planes[0], p, n, P, N)
-
-
-@triton.jit
-def store_exact(tile, stream, planes, p, P: tl.constexpr, N: tl.constexpr):
-    write_rows(tile, planes[0], p, P, N)
-    return tile
 
 
 @triton.jit
@@ -111,7 +105,7 @@ class CheckpointFunctions(NamedTuple):
 
     Attributes:
         load: planes -> tile.
-        store: tile -> planes, and what they hold.
+        store: tile -> planes, and what they hold; None where a fold leaves it as it is stored.
     """
 
     load: Any
@@ -120,7 +114,7 @@ class CheckpointFunctions(NamedTuple):
 
 EXACT = "fp32"
 FORMATS = {
-    EXACT: CheckpointFunctions(load_exact, store_exact),
+    EXACT: CheckpointFunctions(load_exact, None),
     "fp16_sr": CheckpointFunctions(load_float16, store_fp16),
     "bf16_sr": CheckpointFunctions(load_float16, store_bf16),
     "int16_sr": CheckpointFunctions(load_int16, store_int16),

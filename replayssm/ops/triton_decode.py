@@ -214,6 +214,7 @@ def replay(
     length: Tensor | None = None,
     recurrence: Recurrence,
     tiling: Tiling | None = None,
+    y: Tensor | None = None,
 ) -> Tensor:
     """One step of t new tokens for some rows of a cache: flush where it is due, append, and read the outputs.
 
@@ -228,6 +229,7 @@ def replay(
         rows: (rows of the call,) int, cache row of each, -1 for off; None is all rows in order.
         length: (rows of the call,) int64, real tokens of each; None is all t.
         tiling: how the work is cut; None chooses by shape.
+        y: for the outputs, if it is there already.
 
     Returns:
         (rows of the call, t, nheads, headdim), fp32 or fp64; not written where there is no real token.
@@ -243,9 +245,10 @@ def replay(
             flush(flushing, checkpoint, ring, seqlen, flushed, recurrence=recurrence, tiling=tiling)
         return triton_tokens.read(
             q, records, (checkpoint,), None, ring, u, flushing, seqlen, flushed, rows=rows, length=length,
-            recurrence=recurrence, dtype=checkpoint.dtype,
+            recurrence=recurrence, dtype=checkpoint.dtype, y=y,
         )  # fmt: skip
-    y = torch.empty(batch, t, nheads, headdim, dtype=checkpoint.dtype, device=q.device)
+    if y is None:
+        y = torch.empty(batch, t, nheads, headdim, dtype=checkpoint.dtype, device=q.device)
     new = tuple(by_token(x) for x in (q, *records))
     cached = checkpoint, *ring, ring.v if u is None else u  # without a delta rule u is never looked at
     programs = batch * nheads * triton.cdiv(headdim, tiling.block_p)

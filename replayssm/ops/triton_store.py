@@ -2,6 +2,9 @@
 
 A program owns a whole head, because some scales are of a head. It answers from what it has folded, before any rounding;
 the copy is made of what is stored. A kernel knows no format: it gets the functions that load, store and copy a tile.
+
+An fp32 checkpoint is folded and answered by the kernels of ``triton_decode``, as it is without a copy, and then copied:
+so a read format changes no bit of it.
 """
 
 import importlib
@@ -12,12 +15,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from replayssm.ops import triton_copies, triton_tokens
+from replayssm.ops import triton_copies, triton_decode, triton_tokens
 from replayssm.ops.launching import by_token, wide
 from replayssm.ops.records import Records, Recurrence
 from replayssm.ops.tiling import StoreTiling, choose_store_tiling
 from replayssm.ops.triton_checkpoints import EXACT, FORMATS
-from replayssm.ops.triton_decode import ABREAST, BLOCK_B, LANES, by_products, fold_by_products
+from replayssm.ops.triton_decode import ABREAST, BLOCK_B, LANES
 from replayssm.ops.triton_fold import as_keys, folded, nth_to_flush, over_keys, tile_keys, tile_rows
 from replayssm.ops.triton_records import append_shared
 
@@ -79,11 +82,11 @@ def store_kernel(
     k_stride, v_stride, g_stride, beta_stride, u_stride,
     T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr, SLOTS: tl.constexpr,
     BLOCK_B: tl.constexpr, ROWS: tl.constexpr, ABREAST: tl.constexpr, BLOCK_N: tl.constexpr, LANES: tl.constexpr,
-    LOAD: tl.constexpr, STORE: tl.constexpr, QUANTIZE: tl.constexpr, FOLDED: tl.constexpr,
+    LOAD: tl.constexpr, STORE: tl.constexpr, QUANTIZE: tl.constexpr,
     CHANNEL: tl.constexpr, DELTA: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    # The programs share the rows of the call that flush, a head at a time; without new tokens T is 0. A checkpoint that
-    # has the records already (FOLDED) stays as it is.
+    # The programs share the rows of the call that flush, a head at a time; without new tokens T is 0. A checkpoint
+    # without STORE has the records already, and stays as it is.
     item = tl.program_id(0)
     called, _ = nth_to_flush(item // H, flushing, rows, batch, BLOCK_B)
     while called >= 0:
@@ -97,7 +100,7 @@ def store_kernel(
         beta_ptr, u_ptr = beta + row * beta_stride, u + row * u_stride
         start, first = tl.load(seqlen + row), tl.load(flushed + row)
         held = _of_head(planes, plane_strides, row, head)
-        if FOLDED:
+        if STORE is None:
             tile = LOAD(held, p, tile_keys(ABREAST, BLOCK_N, LANES), P, N).to(WIDE)
         else:
             tile = folded(
@@ -120,7 +123,7 @@ def store_kernel(
         tl.debug_barrier()  # every thread has loaded its part: others may store there
         if start > first:  # what is stored already would be rounded once more
             stored = tile
-            if not FOLDED:
+            if STORE is not None:
                 stored = STORE(tile, (tl.load(seed + row), start - 1, layer, head), held, p, P, N)
             if QUANTIZE is not None:
                 QUANTIZE(stored.to(tl.float32), _of_head(copies, copy_strides, row, head), p, P, N)
@@ -174,6 +177,11 @@ def store(
     nheads, headdim, slots = ring.v.shape[2], ring.v.shape[3], ring.v.shape[1]
     ngroups, d_state = ring.k.shape[2:]
     batch = len(flushing) if rows is None else len(rows)
+    if checkpoint == EXACT:
+        _store_exact(new, planes[0], ring, u, flushing, seqlen, flushed, rows, length, recurrence)
+        new = None
+        if read_format is None:
+            return
     t, y, inputs = 0, None, []
     if new is not None:
         y, q, records = new
@@ -181,21 +189,40 @@ def store(
     no_inputs: tuple[None, ...] = (None,) * 5
     cached = *ring, ring.v if u is None else u  # without a delta rule never looked at
     strides = (tuple(s for plane in of for s in plane.stride()[:2]) for of in (planes, copies))
-    functions = FORMATS[checkpoint]
     quantize = None
     if read_format is not None:
         quantize = importlib.import_module(f"replayssm.ops.triton_formats.{read_format}").quantize
-    # as a step without a copy folds, so that a copy changes no bit of the checkpoint
-    in_place = checkpoint == EXACT and by_products(t, recurrence)
-    if in_place:
-        fold_by_products(flushing, planes[0], ring, seqlen, flushed, rows, t, recurrence)
     tiling = tiling or choose_store_tiling(headdim, d_state)
     store_kernel[(min(batch * nheads, tiling.programs),)](
         y, tuple(planes), tuple(copies), *(inputs or no_inputs), *cached, rows, length, flushing, seqlen, flushed,
         seed, layer, batch, *strides, *([x.stride(1) for x in inputs] or [0] * 5), *(x.stride(0) for x in cached),
         t, nheads, ngroups, headdim, d_state, slots, min(BLOCK_B, triton.next_power_of_2(batch)),
-        tiling.rows, ABREAST, tiling.keys, LANES, *functions, quantize, in_place,
+        tiling.rows, ABREAST, tiling.keys, LANES, *FORMATS[checkpoint], quantize,
         recurrence.decay == "channel", recurrence.delta, wide(ring.beta.dtype), num_warps=tiling.warps,
+    )  # fmt: skip
+
+
+def _store_exact(
+    new: tuple[Tensor, Tensor, Records] | None,
+    checkpoint: Tensor,
+    ring: Records,
+    u: Tensor | None,
+    flushing: Tensor,
+    seqlen: Tensor,
+    flushed: Tensor,
+    rows: Tensor | None,
+    length: Tensor | None,
+    recurrence: Recurrence,
+) -> None:
+    """Fold and answer the rows that flush, by the kernels for caches without a copy."""
+    if new is None:
+        triton_decode.flush(flushing, checkpoint, ring, seqlen, flushed, recurrence=recurrence)
+        return
+    y, q, records = new
+    called = torch.arange(len(y), device=y.device) if rows is None else rows
+    due = torch.where(flushing[called] & (called >= 0), called, -1)
+    triton_decode.replay(
+        q, records, checkpoint, ring, u, flushing, seqlen, flushed, rows=due, length=length, recurrence=recurrence, y=y
     )  # fmt: skip
 
 
