@@ -9,7 +9,7 @@ from budgets import assert_e64, assert_same_bits
 from draws import DEVICE, draw, on_the_host
 from geometries import CASES, G, M, R
 from refusals import refused
-from running import running, step, tensor
+from running import step, tensor
 
 from replayssm import ReplayGatedDeltaNet, ReplayMamba2, ReplayStateCache
 from replayssm.cache import auto_window
@@ -79,21 +79,29 @@ def test_a_compiled_step_of_the_kernels_is_one_graph_over_flushes_and_rows_that_
         assert_e64(tensor_.double(), caches[1].tensors()[name].double(), name)
 
 
+@pytest.mark.parametrize("formats", [("fp32", None), ("fp16_sr", "int8")], ids=str)
 @pytest.mark.parametrize("mutated", ["replay", "flush"])
-def test_the_operators_are_what_they_declare(mutated, kernels):
+def test_the_operators_are_what_they_declare(mutated, formats, kernels):
     """Schema, fakes and what they change in place, checked by PyTorch itself."""
-    layer = G.build()
-    cache, _ = running(layer)
+    layer = G.build(torch.float32)
+    cache = ReplayStateCache([layer], 3, window=4, checkpoint=formats[0], read_format=formats[1])
+    for number in range(3):
+        step(cache, [layer], draw(number, 3, 1, 24, dtype=torch.float32))
+        cache.commit()
     state, clock = cache[0], cache.clock
-    q, k, v, g, beta = (draw(i, 3, 1, *x.shape[2:]) for i, x in enumerate((state.ring.k, *state.ring)))
+    of_a_token = (state.ring.k, *state.ring)
+    q, k, v, g, beta = (draw(i, 3, 1, *x.shape[2:], dtype=torch.float32) for i, x in enumerate(of_a_token))
     flushing = tensor(True, False, True)
+    copies = [] if state.stored.copy is None else [*state.stored.copy.planes]
+    states = [*state.stored.checkpoint.planes], copies
+    settings = (0, *formats, "head", True)
     if mutated == "flush":
-        arguments = (flushing, state.checkpoint, *state.ring, clock.seqlen, clock.flushed, "head", True)
+        arguments = (flushing, *states, *state.ring, clock.seqlen, clock.flushed, clock.seed, *settings)
         torch.library.opcheck(torch.ops.replayssm.flush.default, arguments)
         return
     new = (q, k, v, -g.abs(), beta)
-    counters = (flushing, clock.seqlen, clock.flushed, None, None)
-    arguments = (*new, state.checkpoint, *state.ring, state.u, *counters, "head", True)
+    counters = (flushing, clock.seqlen, clock.flushed, clock.seed, None, None)
+    arguments = (*new, *states, *state.ring, state.u, *counters, *settings)
     torch.library.opcheck(torch.ops.replayssm.replay.default, arguments)
 
 

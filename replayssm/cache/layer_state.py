@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from replayssm.cache.checkpoint import EXACT
 from replayssm.cache.packing import masked
 from replayssm.cache.ring import read_rings, write_rings
 from replayssm.cache.selection import Selection
@@ -156,11 +157,11 @@ class LayerState(ModuleState):
     @property
     def _folds_in_place(self) -> bool:
         """Kernels fold into the checkpoint as it is."""
-        return self._backend == "triton" and self.stored.plain
+        return self._backend == "triton" and self.stored.checkpoint.exact
 
     @property
     def _as_stored(self) -> decode.Stored:
-        """The states as kernels read and write them in formats."""
+        """The states as kernels read and write them."""
         checkpoint, copy = self.stored.checkpoint.planes, self.stored.copy
         return decode.Stored(
             checkpoint, () if copy is None else copy.planes, self.clock.seed, self.index, *self.stored.formats
@@ -212,24 +213,10 @@ class LayerState(ModuleState):
         if self._backend == "triton" and step.tree is None:
             # as they will be read back, so that a token sees the same values at once and later
             kept = Records(*(new.to(ring.dtype) for new, ring in zip(records, self.ring, strict=True)))
-            if not self.stored.plain:
-                return decode.replay_stored(
-                    q,
-                    kept,
-                    self._as_stored,
-                    self.ring,
-                    self.u,
-                    step.flushing,
-                    clock.seqlen,
-                    clock.flushed,
-                    rows=step.index,
-                    length=None if step.valid is None else step.length,
-                    recurrence=self.geometry.recurrence,
-                )
             return decode.replay(
                 q,
                 kept,
-                self._exact,
+                self._as_stored,
                 self.ring,
                 self.u,
                 step.flushing,
@@ -278,18 +265,17 @@ class LayerState(ModuleState):
 
     def fold(self, which: Tensor) -> None:
         """Fold the committed records of the cache rows in ``which`` (batch,) bool into their checkpoints."""
-        clock, recurrence = self.clock, self.geometry.recurrence
-        if self._folds_in_place:
-            self._flush(which, self._exact)
-        elif self._backend == "triton":
-            decode.store(which, self._as_stored, self.ring, clock.seqlen, clock.flushed, recurrence=recurrence)
+        if self._backend == "triton":
+            clock, recurrence = self.clock, self.geometry.recurrence
+            decode.flush(which, self._as_stored, self.ring, clock.seqlen, clock.flushed, recurrence=recurrence)
         else:
             self._fold(which)
 
     def _flush(self, which: Tensor, checkpoint: Tensor) -> None:
-        """Fold into the rows ``which`` of a checkpoint, by the kernel."""
-        clock = self.clock
-        decode.flush(which, checkpoint, self.ring, clock.seqlen, clock.flushed, recurrence=self.geometry.recurrence)
+        """Fold into the rows ``which`` of an exact checkpoint, by the kernel; no copy is made."""
+        clock, recurrence = self.clock, self.geometry.recurrence
+        stored = decode.Stored((checkpoint,), (), clock.seed, self.index, EXACT, None)
+        decode.flush(which, stored, self.ring, clock.seqlen, clock.flushed, recurrence=recurrence)
 
     def _fold(self, which: Tensor) -> tuple[Selection, Tensor | None]:
         """Fold in plain PyTorch; the rows that had something to fold, and their states before they were stored."""
@@ -303,13 +289,15 @@ class LayerState(ModuleState):
     def _fold_and_read(self, which: Tensor) -> Tensor:
         """Fold the rows in ``which``; the states that a step reads, (batch, nheads, headdim, d_state)."""
         if self._folds_in_place:  # a draft tree
-            self._flush(which, self._exact)
-            return self._exact
-        due, folded = self._fold(which)
+            self.fold(which)
+            due = self._due(which)
+            folded = None if due.none else due.take(self._exact)
+        else:
+            due, folded = self._fold(which)
         return self.stored.read(due, folded, every_row_folds=self.clock.window == 0)
 
     def _committed(self, step: Step) -> Tensor:
-        """The states before a scan, of every cache row; with kernels they are folded in place."""
+        """The states before a scan, of every cache row; kernels fold an exact checkpoint in place."""
         if self._folds_in_place:
             self._flush(step.flushing, self._exact)
             return self._exact

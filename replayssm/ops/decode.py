@@ -1,4 +1,4 @@
-"""Where decoding chooses its backend, and how a step reaches the kernels of ``triton_decode``.
+"""Where decoding chooses its backend, and how a step reaches the kernels.
 
 "torch" runs everywhere. "triton" runs on a GPU, and on a CPU through Triton's interpreter, which is for tests; it
 raises where it cannot run. "auto" takes triton for what is on a GPU and torch elsewhere. Triton is imported at the
@@ -59,37 +59,8 @@ def _expect_triton(where: str, device: torch.device) -> None:
         )
 
 
-def replay(
-    q: Tensor,
-    records: Records,
-    checkpoint: Tensor,
-    ring: Records,
-    u: Tensor | None,
-    flushing: Tensor,
-    seqlen: Tensor,
-    flushed: Tensor,
-    *,
-    rows: Tensor | None,
-    length: Tensor | None,
-    recurrence: Recurrence,
-) -> Tensor:
-    """One step of new tokens by the kernels, or as one operator of a graph; see ``triton_decode.replay``."""
-    run = _replay_op if torch.compiler.is_compiling() else _replay
-    return run(
-        q, *records, checkpoint, *ring, u, flushing, seqlen, flushed, rows, length, recurrence.decay, recurrence.delta
-    )  # fmt: skip
-
-
-def flush(
-    which: Tensor, checkpoint: Tensor, ring: Records, seqlen: Tensor, flushed: Tensor, *, recurrence: Recurrence
-) -> None:
-    """Fold committed records by the kernels, or as one operator of a graph; see ``triton_decode.flush``."""
-    run = _flush_op if torch.compiler.is_compiling() else _flush
-    run(which, checkpoint, *ring, seqlen, flushed, recurrence.decay, recurrence.delta)
-
-
 class Stored(NamedTuple):
-    """States of a layer that are not kept as they are computed, as kernels find them.
+    """The states of a layer as kernels find them.
 
     Attributes:
         planes: of the checkpoint, (batch, nheads, ...); copies: of the read copy, if there is one.
@@ -106,7 +77,7 @@ class Stored(NamedTuple):
     read_format: str | None
 
 
-def replay_stored(
+def replay(
     q: Tensor,
     records: Records,
     stored: Stored,
@@ -120,19 +91,19 @@ def replay_stored(
     length: Tensor | None,
     recurrence: Recurrence,
 ) -> Tensor:
-    """As ``replay``, where states are kept in formats; see ``triton_store.replay``."""
-    run = _replay_stored_op if torch.compiler.is_compiling() else _replay_stored
+    """One step of new tokens by the kernels, or as one operator of a graph; see ``triton_store.replay``."""
+    run = _replay_op if torch.compiler.is_compiling() else _replay
     return run(
         q, *records, [*stored.planes], [*stored.copies], *ring, u, flushing, seqlen, flushed, stored.seed, rows, length,
         stored.layer, stored.checkpoint, stored.read_format, recurrence.decay, recurrence.delta,
     )  # fmt: skip
 
 
-def store(
+def flush(
     which: Tensor, stored: Stored, ring: Records, seqlen: Tensor, flushed: Tensor, *, recurrence: Recurrence
 ) -> None:
-    """As ``flush``, where states are kept in formats; see ``triton_store.store``."""
-    run = _store_op if torch.compiler.is_compiling() else _store
+    """Fold committed records by the kernels, or as one operator of a graph; see ``triton_store.store``."""
+    run = _flush_op if torch.compiler.is_compiling() else _flush
     run(
         which, [*stored.planes], [*stored.copies], *ring, seqlen, flushed, stored.seed,
         stored.layer, stored.checkpoint, stored.read_format, recurrence.decay, recurrence.delta,
@@ -140,61 +111,6 @@ def store(
 
 
 def _replay(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    checkpoint: Tensor,
-    ring_k: Tensor,
-    ring_v: Tensor,
-    ring_g: Tensor,
-    ring_beta: Tensor,
-    u: Tensor | None,
-    flushing: Tensor,
-    seqlen: Tensor,
-    flushed: Tensor,
-    rows: Tensor | None,
-    length: Tensor | None,
-    decay: Literal["head", "channel"],
-    delta: bool,
-) -> Tensor:
-    from replayssm.ops import triton_decode
-
-    return triton_decode.replay(
-        q,
-        Records(k, v, g, beta),
-        checkpoint,
-        Records(ring_k, ring_v, ring_g, ring_beta),
-        u,
-        flushing,
-        seqlen,
-        flushed,
-        rows=rows,
-        length=length,
-        recurrence=Recurrence(decay, delta),
-    )
-
-
-def _flush(
-    which: Tensor,
-    checkpoint: Tensor,
-    ring_k: Tensor,
-    ring_v: Tensor,
-    ring_g: Tensor,
-    ring_beta: Tensor,
-    seqlen: Tensor,
-    flushed: Tensor,
-    decay: Literal["head", "channel"],
-    delta: bool,
-) -> None:
-    from replayssm.ops import triton_decode
-
-    ring = Records(ring_k, ring_v, ring_g, ring_beta)
-    triton_decode.flush(which, checkpoint, ring, seqlen, flushed, recurrence=Recurrence(decay, delta))
-
-
-def _replay_stored(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -241,7 +157,7 @@ def _replay_stored(
     )
 
 
-def _store(
+def _flush(
     which: Tensor,
     planes: list[Tensor],
     copies: list[Tensor],
@@ -277,59 +193,29 @@ def _store(
     )
 
 
-_ARGUMENTS = (
-    "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a!) checkpoint, Tensor(b!) ring_k, Tensor(c!) ring_v, "
-    "Tensor(d!) ring_g, Tensor(e!) ring_beta, Tensor(f!)? u, Tensor flushing, Tensor seqlen, Tensor flushed, "
-    "Tensor? rows, Tensor? length, str decay, bool delta"
-)
+_FORMATS = "int layer, str checkpoint, str? read_format, str decay, bool delta"
 _replay_op = torch.library.custom_op(
     "replayssm::replay",
     _replay,
-    mutates_args=("checkpoint", "ring_k", "ring_v", "ring_g", "ring_beta", "u"),
-    schema=f"({_ARGUMENTS}) -> Tensor",
+    mutates_args=("planes", "copies", "ring_k", "ring_v", "ring_g", "ring_beta", "u"),
+    schema="(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a!)[] planes, Tensor(b!)[] copies, "
+    "Tensor(c!) ring_k, Tensor(d!) ring_v, Tensor(e!) ring_g, Tensor(f!) ring_beta, Tensor(g!)? u, Tensor flushing, "
+    f"Tensor seqlen, Tensor flushed, Tensor seed, Tensor? rows, Tensor? length, {_FORMATS}) -> Tensor",
 )
 _flush_op = torch.library.custom_op(
     "replayssm::flush",
     _flush,
-    mutates_args=("checkpoint",),
-    schema="(Tensor which, Tensor(a!) checkpoint, Tensor ring_k, Tensor ring_v, Tensor ring_g, Tensor ring_beta, "
-    "Tensor seqlen, Tensor flushed, str decay, bool delta) -> ()",
+    mutates_args=("planes", "copies"),
+    schema="(Tensor which, Tensor(a!)[] planes, Tensor(b!)[] copies, Tensor ring_k, Tensor ring_v, Tensor ring_g, "
+    f"Tensor ring_beta, Tensor seqlen, Tensor flushed, Tensor seed, {_FORMATS}) -> ()",
 )
 
 
 @_replay_op.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, checkpoint: Tensor, *_: object) -> Tensor:
-    return checkpoint.new_empty(v.shape)
-
-
-@_flush_op.register_fake
-def _(*_: object) -> None:
-    """Nothing to make."""
-
-
-_STORED = "int layer, str checkpoint, str? read_format, str decay, bool delta"
-_replay_stored_op = torch.library.custom_op(
-    "replayssm::replay_stored",
-    _replay_stored,
-    mutates_args=("planes", "copies", "ring_k", "ring_v", "ring_g", "ring_beta", "u"),
-    schema="(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a!)[] planes, Tensor(b!)[] copies, "
-    "Tensor(c!) ring_k, Tensor(d!) ring_v, Tensor(e!) ring_g, Tensor(f!) ring_beta, Tensor(g!)? u, Tensor flushing, "
-    f"Tensor seqlen, Tensor flushed, Tensor seed, Tensor? rows, Tensor? length, {_STORED}) -> Tensor",
-)
-_store_op = torch.library.custom_op(
-    "replayssm::store",
-    _store,
-    mutates_args=("planes", "copies"),
-    schema="(Tensor which, Tensor(a!)[] planes, Tensor(b!)[] copies, Tensor ring_k, Tensor ring_v, Tensor ring_g, "
-    f"Tensor ring_beta, Tensor seqlen, Tensor flushed, Tensor seed, {_STORED}) -> ()",
-)
-
-
-@_replay_stored_op.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *_: object) -> Tensor:
     return beta.new_empty(v.shape)
 
 
-@_store_op.register_fake
+@_flush_op.register_fake
 def _(*_: object) -> None:
     """Nothing to make."""

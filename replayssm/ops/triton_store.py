@@ -248,14 +248,18 @@ def replay(
     length: Tensor | None,
     recurrence: Recurrence,
 ) -> Tensor:
-    """``triton_decode.replay`` where states are kept in formats; arguments as for ``store``.
+    """A step of new tokens, ``triton_decode.replay`` for states in any format; arguments as for ``store``.
 
     Rows that flush answer from the state that they have folded, before it is rounded. The others read the copy, or the
     checkpoint where there is none.
 
     Returns:
-        (rows of the call, t, nheads, headdim) fp32; not written where there is no real token.
+        (rows of the call, t, nheads, headdim), fp32 or fp64; not written where there is no real token.
     """
+    if checkpoint == EXACT and read_format is None:
+        return triton_decode.replay(
+            q, records, planes[0], ring, u, flushing, seqlen, flushed, rows=rows, length=length, recurrence=recurrence
+        )  # fmt: skip
     batch, t = q.shape[:2]
     y = torch.empty(batch, t, *ring.v.shape[2:], dtype=ring.beta.dtype, device=q.device)
     step = flushing, seqlen, flushed
