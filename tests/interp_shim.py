@@ -1,7 +1,7 @@
 """Repairs of Triton's CPU interpreter, for the tests alone; imported before any kernel, with TRITON_INTERPRET=1.
 
 The interpreter truncates where it should round to bfloat16 or to 8 bits, multiplies matrices of bfloat16 as if their
-bits were integers, cannot loop to a bound of one element with numpy 2.4, and patches triton.language afresh at every
+bits were integers, rounds a fused multiply-add twice, cannot loop to a bound of one element with numpy 2.4, and patches triton.language afresh at every
 launch and helper call, which takes longer than the kernel. Other arithmetic on bfloat16 itself works on the raw bits
 too and is not repaired: kernels widen what they load. It also builds types, and checks 32-bit integers for overflow, by
 hundreds of calls an operation; here both are a look-up or an operation of numpy, which halves the time of a kernel.
@@ -32,6 +32,7 @@ OPERATIONS = {"add": operator.add, "sub": operator.sub, "mul": operator.mul}
 
 _builder = interpreter.InterpreterBuilder
 _cast_impl, _create_fp_to_fp, _create_dot = _builder.cast_impl, _builder.create_fp_to_fp, _builder.create_dot
+_create_fma = _builder.create_fma
 _patch_lang_tensor, _get_np_dtype = interpreter._patch_lang_tensor, interpreter._get_np_dtype
 
 
@@ -68,6 +69,14 @@ def create_fp_to_fp(self, source, target_type, rounding):
 def create_dot(self, a, b, *rest):
     a, b = (cast_impl(self, x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b))
     return _create_dot(self, a, b, *rest)
+
+
+def create_fma(self, x, y, z):
+    """Of fp32, in fp64: the product is exact there, and the sum as good as."""
+    if z.dtype.scalar == tl.float32:
+        x, y, z = (cast_impl(self, a, tl.float64) for a in (x, y, z))
+        return cast_impl(self, _create_fma(self, x, y, z), tl.float32)
+    return _create_fma(self, x, y, z)
 
 
 def check_overflow(self, lhs, rhs, operation):
@@ -114,6 +123,7 @@ def patch_lang_tensor(tensor, *rest):
 
 
 _builder.cast_impl, _builder.create_fp_to_fp, _builder.create_dot = cast_impl, create_fp_to_fp, create_dot
+_builder.create_fma = create_fma
 interpreter._patch_lang_tensor = patch_lang_tensor
 interpreter._patch_lang(types.FunctionType((lambda: None).__code__, {"tl": tl, "core": tl.core}))
 interpreter._patch_lang = lambda fn: interpreter._LangPatchScope()

@@ -2,7 +2,7 @@
 
 ``write_`` functions round the fp32 tile of a head into its planes, and return the numbers that these hold; ``read_``
 functions return them from the planes. ``words`` are random ones for each number, or None for the nearest. Divisions are
-IEEE's. Planes are pointers at those of the row and head.
+rounded as IEEE's. Planes are pointers at those of the row and head.
 """
 
 import triton
@@ -13,6 +13,7 @@ from replayssm.ops.triton_rounding import (
     from_e4m3,
     largest,
     nonzero,
+    over,
     round_up_bf16,
     to_e2m1,
     to_e4m3,
@@ -94,7 +95,7 @@ def read_block_scales(pointer, p, COUNT: tl.constexpr, P: tl.constexpr, BLOCKS: 
 def write_fp8_rows(tile, words, planes, p, P: tl.constexpr, N: tl.constexpr):
     """E4M3 codes, and a scale for each row."""
     scale = nonzero(tl.div_rn(largest(largest(tile, 3), 2), 448.0))
-    codes = to_e4m3(tl.div_rn(tile, tl.broadcast_to(scale[:, :, None, None], tile.shape)), words)
+    codes = to_e4m3(over(tile, scale[:, :, None, None]), words)
     write_rows(codes, planes[0], p, P, N)
     _write_row_scales(scale, planes[1], p, P)
     return from_e4m3(codes) * scale[:, :, None, None]
@@ -110,7 +111,7 @@ def read_fp8_rows(planes, p, n, P: tl.constexpr, N: tl.constexpr):
 def write_int16_rows(tile, words, planes, p, P: tl.constexpr, N: tl.constexpr):
     """Whole numbers, and a scale for each row."""
     scale = nonzero(tl.div_rn(largest(largest(tile, 3), 2), 32767.0))
-    codes = to_integer(tl.div_rn(tile, tl.broadcast_to(scale[:, :, None, None], tile.shape)), 32767, words, 24)
+    codes = to_integer(over(tile, scale[:, :, None, None]), 32767, words, 24)
     write_rows(codes.to(tl.int16), planes[0], p, P, N)
     _write_row_scales(scale, planes[1], p, P)
     return codes * scale[:, :, None, None]
@@ -130,7 +131,7 @@ def write_int8_blocks(tile, words, planes, p, P: tl.constexpr, N: tl.constexpr):
     if words is not None:
         words = in_blocks(words, INT8_BLOCK)
     scale = nonzero(round_up_bf16(tl.div_rn(largest(x, 3), 127.0)).to(tl.float32))
-    codes = to_integer(tl.div_rn(x, tl.broadcast_to(scale[:, :, :, None], x.shape)), 127, words)
+    codes = to_integer(over(x, scale[:, :, :, None]), 127, words)
     write_rows(codes.to(tl.int8), planes[0], p, P, BLOCKS * INT8_BLOCK)
     write_block_scales(scale.to(tl.bfloat16), planes[1], p, P, BLOCKS)
     return tl.reshape(codes * scale[:, :, :, None], tile.shape)
@@ -157,7 +158,7 @@ def write_nvfp4(tile, words, planes, p, P: tl.constexpr, N: tl.constexpr):
     head = nonzero(tl.div_rn(of_the_head(block), 448.0 * 6.0))
     scales = e4m3_scales(block, 6.0, head)
     whole = by_block(scales, head)
-    codes = to_e2m1(tl.div_rn(x, tl.broadcast_to(whole, x.shape)), words)
+    codes = to_e2m1(over(x, whole), words)
     write_rows(packed(codes), planes[0], p, P, BLOCKS * FP4_BLOCK // 2)
     write_block_scales(scales, planes[1], p, P, BLOCKS)
     tl.store(planes[2], head)
@@ -183,8 +184,7 @@ def of_the_head(blocks):
 @triton.jit
 def e4m3_scales(block, most, head):
     """Codes of the scales of blocks (ABREAST, deep, blocks) whose largest number becomes most; not below 2^-9."""
-    wanted = tl.div_rn(block, tl.zeros(block.shape, tl.float32) + most)
-    wanted = tl.div_rn(wanted, tl.broadcast_to(head, wanted.shape))
+    wanted = over(over(block, tl.full((), most, tl.float32)), head)
     return to_e4m3(tl.where(wanted < 0.001953125, 0.001953125, wanted), None)
 
 

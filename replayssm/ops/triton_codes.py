@@ -8,16 +8,11 @@ size, and products of so few bits are exact in fp16. Sums are in fp32.
 import triton
 import triton.language as tl
 
+from replayssm.ops.triton_rounding import power_of_two
+
 # Axes: P headdim, N d_state; p and n are indices of rows and keys of a state, t of new tokens.
 
 SHRUNK = tl.constexpr(2.0**10)  # numbers come so many times too small, to stay below the largest fp16
-
-
-@triton.jit
-def power_of_two(x):
-    """The power of two below x fp32, which is not negative, and one over it."""
-    exponent = tl.minimum(tl.maximum(x.to(tl.uint32, bitcast=True) >> 23, 16), 238)
-    return (exponent << 23).to(tl.float32, bitcast=True), ((254 - exponent) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit

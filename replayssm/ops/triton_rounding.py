@@ -9,8 +9,22 @@ import triton.language as tl
 # Axes: P headdim, N d_state. A tile of the state is (ABREAST, deep, outer, LANES), as in triton_fold.
 
 E2M1_MOST = tl.constexpr(6.0)
-_ROUNDS = tl.constexpr(10)
+_ROUNDS = tl.constexpr(10)  # of Philox; and what it multiplies by, and adds to its key
+_LEFT, _RIGHT = tl.constexpr(0xD2511F53), tl.constexpr(0xCD9E8D57)
+_BUMP0, _BUMP1 = tl.constexpr(0x9E3779B9), tl.constexpr(0xBB67AE85)
 _INFINITY = tl.constexpr(0x7F800000)  # as bits; NaN is above
+
+
+@triton.jit
+def _philox(seed, c0, c1, c2, c3):
+    """Philox4x32-10 as in ``cache.philox``; products of 64 bits, which are one instruction for both halves."""
+    k0, k1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
+    for _ in tl.static_range(_ROUNDS):
+        left, right = c0.to(tl.uint64) * _LEFT, c2.to(tl.uint64) * _RIGHT
+        c0, c1 = (right >> 32).to(tl.uint32) ^ c1 ^ k0, right.to(tl.uint32)
+        c2, c3 = (left >> 32).to(tl.uint32) ^ c3 ^ k1, left.to(tl.uint32)
+        k0, k1 = tl.add(k0, _BUMP0, sanitize_overflow=False), tl.add(k1, _BUMP1, sanitize_overflow=False)
+    return c0, c1, c2, c3
 
 
 @triton.jit
@@ -18,7 +32,7 @@ def state_words(seed, position, layer, head, p, P: tl.constexpr, N: tl.constexpr
     """(ABREAST, deep, BLOCK_N / 4, 4) uint32: a word for every number of rows p (ABREAST, deep), key by key."""
     group = (head * P + p[:, :, None]) * ((N + 3) // 4) + tl.arange(0, BLOCK_N // 4)
     low, high = position.to(tl.uint32), (position >> 32).to(tl.uint32)
-    w0, w1, w2, w3 = tl.philox(seed, group.to(tl.uint32), low, tl.cast(layer, tl.uint32), high, _ROUNDS)
+    w0, w1, w2, w3 = _philox(seed, group.to(tl.uint32), low, tl.cast(layer, tl.uint32), high)
     words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
     return tl.reshape(words, (words.shape[0], words.shape[1], BLOCK_N // 4, 4))
 
@@ -48,25 +62,47 @@ def nonzero(scale):
 
 
 @triton.jit
-def _carried(a, words, SHIFT: tl.constexpr, BITS: tl.constexpr):
-    """Codes of magnitudes a below the normal numbers of a format, whose random words have BITS bits.
+def power_of_two(x):
+    """The power of two below x fp32, which is not negative, and one over it."""
+    exponent = tl.minimum(tl.maximum(x.to(tl.uint32, bitcast=True) >> 23, 16), 238)
+    return (exponent << 23).to(tl.float32, bitcast=True), ((254 - exponent) << 23).to(tl.float32, bitcast=True)
 
-    A magnitude whose exponent is e loses its last SHIFT - e bits; SHIFT is that of the format.
+
+@triton.jit
+def over(x, scale):
+    """x / scale, which is finite and above 0, rounded as IEEE's division; one reciprocal a scale, and no branches.
+
+    A fused multiply-add gives the exact remainder of a quotient; two corrections by it end at the rounded quotient
+    (Markstein, IBM J. Res. Dev. 34, 1990). Powers of two keep remainders away from subnormal numbers.
     """
-    mantissa = a & 0x7FFFFF | 0x800000
-    shift = tl.maximum(tl.minimum(SHIFT - (a >> 23).to(tl.int32), 40), BITS + 1)
-    # beyond 31 the last bits of the mantissa meet zeros, and what they lose cannot carry
-    beyond = tl.maximum(shift - 31, 0)
-    shift -= beyond
-    return ((mantissa >> beyond.to(tl.uint32)) + (words << (shift - BITS).to(tl.uint32))) >> shift.to(tl.uint32)
+    _, inverse = power_of_two(scale)
+    scale *= inverse
+    reciprocal = 1.0 / scale
+    reciprocal = tl.fma(tl.fma(-reciprocal, scale, 1.0), reciprocal, reciprocal)
+    x *= inverse
+    quotient = x * reciprocal
+    quotient = tl.fma(tl.fma(-quotient, scale, x), reciprocal, quotient)
+    return tl.fma(tl.fma(-quotient, scale, x), reciprocal, quotient)
+
+
+@triton.jit
+def _carried(a, words, SMALLEST: tl.constexpr, CUT: tl.constexpr, BITS: tl.constexpr):
+    """Codes of magnitudes a in a format that cuts CUT bits, those that the random words of BITS bits carry up.
+
+    SMALLEST is the exponent of its smallest normal number. Below, a loses one bit more for each exponent.
+    """
+    FIRST: tl.constexpr = SMALLEST - 1 << 23
+    normal = (tl.maximum(a, FIRST) - FIRST) >> (CUT - BITS)
+    below = SMALLEST - tl.minimum(a >> 23, SMALLEST)
+    subnormal = (a & 0x7FFFFF | 0x800000) >> tl.minimum(below + (CUT - BITS), 31)
+    return (tl.where(below == 0, normal, subnormal) + words) >> BITS
 
 
 @triton.jit
 def to_fp16(x, words):
     """fp32 -> fp16, stochastically."""
-    a, random = _magnitude(x), words & 0x1FFF
-    code = tl.minimum(tl.maximum((a + random) >> 13, 112 << 10) - (112 << 10), 0x7BFF)
-    code = tl.where(a >= 113 << 23, code, _carried(a, random, 126, 13))
+    a = _magnitude(x)
+    code = tl.minimum(_carried(a, words & 0x1FFF, 113, 13, 13), 0x7BFF)
     code = tl.where(a >= _INFINITY, tl.where(a > _INFINITY, 0x7E00, 0x7C00), code)
     return (code | _negative(x) << 15).to(tl.uint16).to(tl.float16, bitcast=True)
 
@@ -88,15 +124,11 @@ def to_e4m3(x, words):
         # beside 2^14 a float holds steps of 2^-9, those of subnormal numbers
         small = (tl.abs(x) + 16384.0).to(tl.uint32, bitcast=True) & 0xF
         normal = (a + 0x7FFFF + (a >> 20 & 1)) >> 20
-    else:
-        random = words & 0xFFFF
-        small = _carried(a, random, 141, 16)
-        normal = (a + (random << 4)) >> 20
-    normal = tl.minimum(tl.maximum(normal, 120 << 3) - (120 << 3), 0x7E)
-    code = tl.where(a >= 121 << 23, normal, small)
-    if words is None:
+        normal = tl.maximum(normal, 120 << 3) - (120 << 3)
+        code = tl.minimum(tl.where(a >= 121 << 23, normal, small), 0x7E)
         return tl.where(a >= _INFINITY, 0x7F, code | sign).to(tl.uint8)
     else:
+        code = tl.minimum(_carried(a, words & 0xFFFF, 121, 20, 16), 0x7E)
         return (tl.where(a >= _INFINITY, 0x7F, code) | sign).to(tl.uint8)
 
 

@@ -4,7 +4,8 @@ import triton
 import triton.language as tl
 
 from replayssm.ops.triton_blocks import write_int8_blocks
-from replayssm.ops.triton_codes import as_bytes, as_fp16, from_int8, power_of_two
+from replayssm.ops.triton_codes import as_bytes, as_fp16, from_int8
+from replayssm.ops.triton_rounding import power_of_two
 
 
 @triton.jit

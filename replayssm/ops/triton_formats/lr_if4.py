@@ -17,7 +17,7 @@ from replayssm.ops.triton_blocks import (
     write_rows,
 )
 from replayssm.ops.triton_codes import SHRUNK, as_codes, as_fp16, from_if4
-from replayssm.ops.triton_rounding import from_e2m1, from_e4m3, largest, nonzero, to_e2m1, to_e4m3, to_integer
+from replayssm.ops.triton_rounding import from_e2m1, from_e4m3, largest, nonzero, over, to_e2m1, to_e4m3, to_integer
 
 BLOCK, INTEGERS, ONE_TERM = tl.constexpr(32), tl.constexpr(7), tl.constexpr(80)
 
@@ -35,12 +35,12 @@ def quantize(tile, planes, p, P: tl.constexpr, N: tl.constexpr):
     for term in range(TERMS):  # not unrolled: each needs nearly all registers
         v = _direction(rest, p)
         scale_v = nonzero(tl.div_rn(_over_all(v), 448.0))
-        code_v = to_e4m3(tl.div_rn(v, tl.broadcast_to(scale_v, v.shape)), None)
+        code_v = to_e4m3(over(v, scale_v), None)
         v = from_e4m3(code_v) * scale_v
         u = _times(rest, v)
-        u = tl.div_rn(u, tl.broadcast_to(nonzero(_sum(v * v)), u.shape))
+        u = over(u, nonzero(_sum(v * v)))
         scale_u = nonzero(tl.div_rn(_over_all(u), 448.0))
-        code_u = to_e4m3(tl.div_rn(u, tl.broadcast_to(scale_u, u.shape)), None)
+        code_u = to_e4m3(over(u, scale_u), None)
         rest -= (from_e4m3(code_u) * scale_u)[:, :, None, None] * v
         tl.store(planes[2] + term * P + p, code_u, mask=p < P)
         tl.store(planes[3] + term * N + n, code_v, mask=n < N)
@@ -94,13 +94,12 @@ def _over_all(v):
 
 @triton.jit
 def _unit(v):
-    length = nonzero(tl.sqrt_rn(_sum(v * v)))
-    return tl.div_rn(v, tl.broadcast_to(length, v.shape))
+    return over(v, nonzero(tl.sqrt_rn(_sum(v * v))))
 
 
 @triton.jit
 def _over_scale(x, scales, head):
-    return tl.div_rn(x, tl.broadcast_to(by_block(scales, head), x.shape))
+    return over(x, by_block(scales, head))
 
 
 @triton.jit
