@@ -7,8 +7,18 @@ size, and products of so few bits are exact in fp16. Sums are in fp32.
 
 import triton
 import triton.language as tl
+from triton import knobs
+from triton.language.target_info import is_cuda
+from triton.runtime.jit import constexpr_function
 
 from replayssm.ops.triton_rounding import power_of_two
+
+
+@constexpr_function
+def speaks_ptx() -> bool:
+    """Whether a kernel may say in PTX what a compiler does not see."""
+    return not knobs.runtime.interpret and is_cuda()
+
 
 # Axes: P headdim, N d_state; p and n are indices of rows and keys of a state, t of new tokens.
 
@@ -36,16 +46,32 @@ def _e4m3(code, times: tl.constexpr):
 
 
 @triton.jit
+def _scaled(pair, scale):
+    """Two fp16 numbers of a word, times scale."""
+    if speaks_ptx():  # they stand in a register as they are multiplied
+        low, high = tl.inline_asm_elementwise(
+            "{ .reg .b32 both; mov.b32 both, {$3, $3}; mul.rn.f16x2 both, $2, both; mov.b32 {$0, $1}, both; }",
+            "=h,=h,r,h",
+            [pair, scale],
+            (tl.float16, tl.float16),
+            True,
+            1,
+        )
+        return low, high
+    else:
+        low = (pair & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
+        high = (pair >> 16).to(tl.uint16).to(tl.float16, bitcast=True)
+        return low * scale, high * scale
+
+
+@triton.jit
 def _pair(words, magnitude, scale, K: tl.constexpr):
     """Codes K and K + 4 of words of 8, as fp16, times scale; magnitude holds all but the sign of both, in place."""
     if K < 3:
         sign = words << (12 - 4 * K)
     else:
         sign = words
-    both = (sign & 0x80008000) | magnitude
-    low = (both & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
-    high = (both >> 16).to(tl.uint16).to(tl.float16, bitcast=True)
-    return low * scale, high * scale
+    return _scaled((sign & 0x80008000) | magnitude, scale)
 
 
 @triton.jit
@@ -64,18 +90,20 @@ def _if4_pair(words, shift, scale, K: tl.constexpr):
 
 @triton.jit
 def as_codes(x, KEYS: tl.constexpr, COLUMNS: tl.constexpr):
-    """x (n, columns) with keys in the order of ``from_e2m1``: 8 of each quarter in turn, as 4 threads hold them."""
-    if KEYS >= 32:
-        x = tl.reshape(tl.permute(tl.reshape(x, (4, KEYS // 32, 8, COLUMNS)), (1, 0, 2, 3)), (KEYS, COLUMNS))
-    return x
+    """x (n, columns) with keys in the order of ``_in_turn``: the 8 of a word as pairs K, K + 4, as it is taken apart;
+    words of each quarter in turn, as 4 threads hold them.
+    """
+    QUARTERS: tl.constexpr = 4 if KEYS >= 32 else 1
+    x = tl.permute(tl.reshape(x, (QUARTERS, KEYS // 8 // QUARTERS, 2, 4, COLUMNS)), (1, 0, 3, 2, 4))
+    return tl.reshape(x, (KEYS, COLUMNS))
 
 
 @triton.jit
-def _in_turn(numbers, ROWS: tl.constexpr, KEYS: tl.constexpr):
-    """Numbers (ROWS, KEYS / 8, 2, 2, 2) as (ROWS, KEYS), 8 of each quarter in turn."""
-    if KEYS >= 32:
-        numbers = tl.permute(tl.reshape(numbers, (ROWS, 4, KEYS // 32, 8)), (0, 2, 1, 3))
-    return tl.reshape(numbers, (ROWS, KEYS))
+def _in_turn(low, high, ROWS: tl.constexpr, KEYS: tl.constexpr):
+    """Numbers (ROWS, KEYS / 8, 2, 2), codes 0 to 3 and 4 to 7 of words, as (ROWS, KEYS) for ``as_codes``."""
+    QUARTERS: tl.constexpr = 4 if KEYS >= 32 else 1
+    numbers = tl.reshape(tl.join(low, high), (ROWS, QUARTERS, KEYS // 8 // QUARTERS, 8))
+    return tl.reshape(tl.permute(numbers, (0, 2, 1, 3)), (ROWS, KEYS))
 
 
 @triton.jit
@@ -96,8 +124,8 @@ def from_e2m1(words, scales, ROWS: tl.constexpr, KEYS: tl.constexpr, EACH: tl.co
     a1, b1 = _e2m1_pair(words, scale, 1)
     a2, b2 = _e2m1_pair(words, scale, 2)
     a3, b3 = _e2m1_pair(words, scale, 3)
-    even, odd = tl.join(tl.join(a0, b0), tl.join(a2, b2)), tl.join(tl.join(a1, b1), tl.join(a3, b3))
-    return _in_turn(tl.join(even, odd), ROWS, KEYS)
+    low, high = tl.join(tl.join(a0, a2), tl.join(a1, a3)), tl.join(tl.join(b0, b2), tl.join(b1, b3))
+    return _in_turn(low, high, ROWS, KEYS)
 
 
 @triton.jit
@@ -111,14 +139,30 @@ def from_if4(words, scales, ROWS: tl.constexpr, KEYS: tl.constexpr, EACH: tl.con
     a1, b1 = _if4_pair(words, shift, scale, 1)
     a2, b2 = _if4_pair(words, shift, scale, 2)
     a3, b3 = _if4_pair(words, shift, scale, 3)
-    even, odd = tl.join(tl.join(a0, b0), tl.join(a2, b2)), tl.join(tl.join(a1, b1), tl.join(a3, b3))
-    return _in_turn(tl.join(even, odd), ROWS, KEYS)
+    low, high = tl.join(tl.join(a0, a2), tl.join(a1, a3)), tl.join(tl.join(b0, b2), tl.join(b1, b3))
+    return _in_turn(low, high, ROWS, KEYS)
+
+
+@triton.jit
+def _taken_apart(words):
+    """Bytes 0 and 2, and bytes 1 and 3, of words of 4 signed bytes: pairs of fp16 numbers, 1024 + 128 more."""
+    if speaks_ptx():
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 up; xor.b32 up, $2, 0x80808080; prmt.b32 $0, up, 0x64646464, 0x4240; "
+            "prmt.b32 $1, up, 0x64646464, 0x4341; }",
+            "=&r,=r,r",
+            [words],
+            (tl.uint32, tl.uint32),
+            True,
+            1,
+        )
+    else:
+        return (words & 0x00FF00FF) ^ 0x64806480, ((words >> 8) & 0x00FF00FF) ^ 0x64806480
 
 
 @triton.jit
 def _bytes(pair, scale):
-    """Two of four signed bytes, those in bits 0 and 16 of words whose signs are turned over, as fp16 times scale."""
-    pair = (pair & 0x00FF00FF) | 0x64006400  # the fp16 numbers 1024 + 128 more
+    """The two bytes of a pair as fp16 times scale."""
     low = (pair & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
     high = (pair >> 16).to(tl.uint16).to(tl.float16, bitcast=True)
     return (low - 1152.0) * scale, (high - 1152.0) * scale
@@ -132,9 +176,9 @@ def from_int8(words, scales, ROWS: tl.constexpr, KEYS: tl.constexpr, EACH: tl.co
         fp16 (ROWS, KEYS), keys as ``as_bytes`` has them.
     """
     scale = _by_word(scales, ROWS, KEYS // 4, EACH)
-    words ^= 0x80808080
-    a0, b0 = _bytes(words, scale)
-    a1, b1 = _bytes(words >> 8, scale)
+    even, odd = _taken_apart(words)
+    a0, b0 = _bytes(even, scale)
+    a1, b1 = _bytes(odd, scale)
     return tl.reshape(tl.join(tl.join(a0, a1), tl.join(b0, b1)), (ROWS, KEYS))
 
 

@@ -55,7 +55,7 @@ def copy_kernel(
             H, G, P, N, SLOTS, BLOCK_R, CHANNEL, DELTA, tl.float32,
         )  # fmt: skip
         remaining = tl.exp(elapsed)
-        column = tl.arange(0, 8)  # q and k are columns of one product, which has 8 at least
+        column = tl.arange(0, 2 if DELTA else 1)  # q and k are columns of one product
         x = tl.where(column[:, None] == 0, q_now, 0.0)
         if DELTA:
             x = tl.where(column[:, None] == 1, k_now, x)
