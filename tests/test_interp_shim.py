@@ -40,6 +40,12 @@ def dot_kernel(a, b, target, SIZE: tl.constexpr):
     tl.store(target + at, tl.dot(tl.load(a + at), tl.load(b + at), start, input_precision="ieee"))
 
 
+@triton.jit
+def fma_kernel(a, b, c, target, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(target + at, tl.fma(tl.load(a + at), tl.load(b + at), tl.load(c + at)))
+
+
 def copied(source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     target = torch.empty(BLOCK, dtype=dtype)
     copy_kernel[(1,)](source, target, BLOCK)
@@ -101,3 +107,12 @@ def test_a_product_of_matrices_takes_16_bit_numbers_and_sums_in_fp32(dtype):
     target = torch.full((16, 16), 0.5)
     dot_kernel[(1,)](a, b, target, 16)
     assert_same_bits(target, a.float() @ b.float() + 0.5)
+
+
+def test_a_fused_multiply_add_is_rounded_once():
+    """It gives the exact remainder of a product, and the sum of any three numbers as fp64 has it."""
+    a, b, c = (draw(seed, 256, dtype=torch.float32) for seed in (5, 6, 7))
+    for other in (-a * b, c):
+        target = torch.empty(256)
+        fma_kernel[(1,)](a, b, other, target, 256)
+        assert_same_bits(target, (a.double() * b.double() + other.double()).float())

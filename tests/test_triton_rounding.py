@@ -91,6 +91,30 @@ def test_rounding_gives_the_bits_of_plain_pytorch(name, stochastic):
 
 
 @triton.jit
+def divide_all(out, x, scale, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + i, triton_rounding.over(tl.load(x + i), tl.load(scale + i)))
+
+
+@pytest.mark.parametrize("kind", ["any", "near a rounding boundary", "zero"])
+def test_a_division_is_rounded_as_ieee_does(kind):
+    """Scales of every size; numbers that are up to thousands of times a scale, and quotients half-way between floats."""
+    generator = torch.Generator().manual_seed(2)
+    bits = torch.randint(1, 0x7F800000 - 1, (COUNT,), generator=generator).int()
+    scale = bits.view(torch.float32).clamp(1e-36, 1e36)
+    ratio = torch.randn(COUNT, generator=generator, dtype=torch.float64)
+    if kind != "any":  # the float next to a product of the scale and the middle of two floats
+        ratio = ratio.float().double() * (1 + 2.0**-24)
+    x = (scale.double() * ratio).float()
+    if kind == "zero":
+        x = torch.where(x < 0, -0.0, 0.0)
+    x, scale = x.to(DEVICE), scale.to(DEVICE)
+    got = torch.empty_like(x)
+    divide_all[(COUNT // BLOCK,)](got, x, scale, BLOCK)
+    assert_same_bits(got, x / scale, kind)
+
+
+@triton.jit
 def draw_all(
     out, seed, position, layer, head, P: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr
 ):  # fmt: skip

@@ -78,11 +78,12 @@ def over(x, scale):
     _, inverse = power_of_two(scale)
     scale *= inverse
     reciprocal = 1.0 / scale
-    reciprocal = tl.fma(tl.fma(-reciprocal, scale, 1.0), reciprocal, reciprocal)
-    x *= inverse
+    reciprocal = tl.fma(tl.fma(reciprocal, -scale, 1.0), reciprocal, reciprocal)
+    # of x and the reciprocal the negatives, so that a zero keeps its sign
+    x, reciprocal = x * -inverse, -reciprocal
     quotient = x * reciprocal
-    quotient = tl.fma(tl.fma(-quotient, scale, x), reciprocal, quotient)
-    return tl.fma(tl.fma(-quotient, scale, x), reciprocal, quotient)
+    quotient = tl.fma(tl.fma(quotient, scale, x), reciprocal, quotient)
+    return tl.fma(tl.fma(quotient, scale, x), reciprocal, quotient)
 
 
 @triton.jit
