@@ -1,10 +1,11 @@
 """Repairs of Triton's CPU interpreter, for the tests alone; imported before any kernel, with TRITON_INTERPRET=1.
 
 The interpreter truncates where it should round to bfloat16 or to 8 bits, multiplies matrices of bfloat16 as if their
-bits were integers, rounds a fused multiply-add twice, cannot loop to a bound of one element with numpy 2.4, and patches triton.language afresh at every
-launch and helper call, which takes longer than the kernel. Other arithmetic on bfloat16 itself works on the raw bits
-too and is not repaired: kernels widen what they load. It also builds types, and checks 32-bit integers for overflow, by
-hundreds of calls an operation; here both are a look-up or an operation of numpy, which halves the time of a kernel.
+bits were integers, rounds a fused multiply-add twice, cannot loop to a bound of one element with numpy 2.4, and patches
+triton.language afresh at every launch and helper call, which takes longer than the kernel. Other arithmetic on bfloat16
+itself works on the raw bits too and is not repaired: kernels widen what they load. It also builds types, and checks
+32-bit integers for overflow, by hundreds of calls an operation; here both are a look-up or an operation of numpy, which
+halves the time of a kernel.
 """
 
 import functools

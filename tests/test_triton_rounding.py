@@ -98,7 +98,7 @@ def divide_all(out, x, scale, BLOCK: tl.constexpr):
 
 @pytest.mark.parametrize("kind", ["any", "near a rounding boundary", "zero"])
 def test_a_division_is_rounded_as_ieee_does(kind):
-    """Scales of every size; numbers that are up to thousands of times a scale, and quotients half-way between floats."""
+    """Scales of every size; any quotients, quotients half-way between floats, and zeros, which keep their sign."""
     generator = torch.Generator().manual_seed(2)
     bits = torch.randint(1, 0x7F800000 - 1, (COUNT,), generator=generator).int()
     scale = bits.view(torch.float32).clamp(1e-36, 1e36)
