@@ -11,15 +11,12 @@ from replayssm.ops.triton_products import as_the_state, load_piece, store_piece,
 
 
 @triton.jit
-def fold_records(
+def _fold_records(
     tile, k_ptr, v_ptr, g_ptr, beta_ptr, first_slot, count, head, first_p,
     H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr, SLOTS: tl.constexpr,
-    ROWS: tl.constexpr, RECORDS: tl.constexpr, BLOCK_N: tl.constexpr, IN_PIECES: tl.constexpr, WIDE: tl.constexpr,
+    ROWS: tl.constexpr, RECORDS: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """The tile (ROWS, n) of the state after the count <= RECORDS records from first_slot on.
-
-    IN_PIECES: its keys are in the order of ``load_piece``.
-    """
+    """The tile (ROWS, n) of the state after the count <= RECORDS records from first_slot on."""
     r = tl.arange(0, RECORDS)
     n = tl.arange(0, BLOCK_N)
     p = first_p + tl.arange(0, ROWS)[:, None]
@@ -37,9 +34,8 @@ def fold_records(
     weight = tl.exp(tl.cumsum(g_later, axis=0, reverse=True))  # of a record at the end
     if keys.dtype != tl.bfloat16:
         keys = keys.to(WIDE)
-    if IN_PIECES:
-        keys = tl.trans(as_the_state(tl.trans(keys), BLOCK_N, RECORDS))
-    return times(u * (beta * weight), keys, tile * tl.exp(tl.sum(g, axis=0)))
+    keys = as_the_state(tl.trans(keys), BLOCK_N, RECORDS)
+    return times(u * (beta * weight), tl.trans(keys), tile * tl.exp(tl.sum(g, axis=0)))
 
 
 @triton.jit
@@ -63,10 +59,10 @@ def fold_kernel(
         state_ptr = state + row * state_stride + head * P * N
         tile = load_piece(state_ptr, first_p, 0, P, N, ROWS, BLOCK_N)
         for folded in tl.range(0, count, RECORDS, num_stages=1):
-            tile = fold_records(
+            tile = _fold_records(
                 tile, k + row * k_stride, v + row * v_stride, g + row * g_stride, beta + row * beta_stride,
                 ((first + folded) % SLOTS).to(tl.int32), tl.minimum(count - folded, RECORDS), head, first_p,
-                H, G, P, N, SLOTS, ROWS, RECORDS, BLOCK_N, True, WIDE,
+                H, G, P, N, SLOTS, ROWS, RECORDS, BLOCK_N, WIDE,
             )  # fmt: skip
         store_piece(tile, state_ptr, first_p, 0, P, N, ROWS, BLOCK_N)
         item += tl.num_programs(0)

@@ -45,12 +45,13 @@ def times(a, b, found):
     else:  # what is left out is below 2^-24 of the product
         a1, a2, a3 = _pieces(a)
         b1, b2, b3 = _pieces(b)
-        found = tl.dot(a3, b1, found, input_precision="ieee")
-        found = tl.dot(a1, b3, found, input_precision="ieee")
-        found = tl.dot(a2, b2, found, input_precision="ieee")
-        found = tl.dot(a2, b1, found, input_precision="ieee")
-        found = tl.dot(a1, b2, found, input_precision="ieee")
-        return tl.dot(a1, b1, found, input_precision="ieee")
+        # summed apart: tensor cores cut off the digits that do not fit beside the largest number of a sum
+        small = tl.dot(a3, b1, input_precision="ieee")
+        small = tl.dot(a1, b3, small, input_precision="ieee")
+        small = tl.dot(a2, b2, small, input_precision="ieee")
+        small = tl.dot(a2, b1, small, input_precision="ieee")
+        small = tl.dot(a1, b2, small, input_precision="ieee")
+        return tl.dot(a1, b1, found, input_precision="ieee") + small
 
 
 @triton.jit

@@ -22,10 +22,7 @@ from replayssm.ops.tiling import StoreTiling, choose_store_tiling
 from replayssm.ops.triton_checkpoints import EXACT, FORMATS
 from replayssm.ops.triton_decode import ABREAST, BLOCK_B, LANES
 from replayssm.ops.triton_fold import as_keys, folded, nth_to_flush, over_keys, tile_keys, tile_rows
-from replayssm.ops.triton_fold_products import fold_records
 from replayssm.ops.triton_records import append_shared
-
-FOLDED_AT_ONCE = 16  # records, as many as tensor cores sum at once
 
 # Axes: T new tokens, H value heads, G key groups, P headdim, N d_state; n and p are indices of keys and of rows of a
 # state. A name ending in _ptr points at the row of the cache that the program works on, one ending in _at at the first
@@ -77,28 +74,6 @@ def _answer(
     return tile
 
 
-@triton.jit
-def _folded_by_products(
-    tile, k_ptr, v_ptr, g_ptr, beta_ptr, first, last, head,
-    H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr, SLOTS: tl.constexpr,
-    RECORDS: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
-    """The tile of a head after the records of tokens first .. last - 1, RECORDS at once."""
-    ABREAST: tl.constexpr = tile.shape[0]
-    DEEP: tl.constexpr = tile.shape[1]
-    OUTER: tl.constexpr = tile.shape[2]
-    LANES: tl.constexpr = tile.shape[3]
-    state = tl.reshape(tl.permute(tile, (1, 0, 2, 3)), (DEEP * ABREAST, OUTER * LANES))
-    count = (last - first).to(tl.int32)
-    for done in tl.range(0, count, RECORDS, num_stages=1):
-        state = fold_records(
-            state, k_ptr, v_ptr, g_ptr, beta_ptr, ((first + done) % SLOTS).to(tl.int32),
-            tl.minimum(count - done, RECORDS), head, 0,
-            H, G, P, N, SLOTS, DEEP * ABREAST, RECORDS, OUTER * LANES, False, WIDE,
-        )  # fmt: skip
-    return tl.permute(tl.reshape(state, (DEEP, ABREAST, OUTER, LANES)), (1, 0, 2, 3))
-
-
 @triton.jit(do_not_specialize=["layer", "batch"])
 def store_kernel(
     y, planes, copies, q_new, k_new, v_new, g_new, beta_new, k, v, g, beta, u,
@@ -107,7 +82,7 @@ def store_kernel(
     k_stride, v_stride, g_stride, beta_stride, u_stride,
     T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr, SLOTS: tl.constexpr,
     BLOCK_B: tl.constexpr, ROWS: tl.constexpr, ABREAST: tl.constexpr, BLOCK_N: tl.constexpr, LANES: tl.constexpr,
-    RECORDS: tl.constexpr, LOAD: tl.constexpr, STORE: tl.constexpr, QUANTIZE: tl.constexpr,
+    LOAD: tl.constexpr, STORE: tl.constexpr, QUANTIZE: tl.constexpr,
     CHANNEL: tl.constexpr, DELTA: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     # The programs share the rows of the call that flush, a head at a time; without new tokens T is 0. A checkpoint
@@ -127,11 +102,6 @@ def store_kernel(
         held = _of_head(planes, plane_strides, row, head)
         if STORE is None:
             tile = LOAD(held, p, tile_keys(ABREAST, BLOCK_N, LANES), P, N).to(WIDE)
-        elif not (CHANNEL or DELTA):
-            tile = LOAD(held, p, tile_keys(ABREAST, BLOCK_N, LANES), P, N).to(WIDE)
-            tile = _folded_by_products(
-                tile, k_ptr, v_ptr, g_ptr, beta_ptr, first, start, head, H, G, P, N, SLOTS, RECORDS, WIDE
-            )
         else:
             tile = folded(
                 held, k_ptr, v_ptr, g_ptr, beta_ptr, first, start, head, 0,
@@ -227,7 +197,7 @@ def store(
         y, tuple(planes), tuple(copies), *(inputs or no_inputs), *cached, rows, length, flushing, seqlen, flushed,
         seed, layer, batch, *strides, *([x.stride(1) for x in inputs] or [0] * 5), *(x.stride(0) for x in cached),
         t, nheads, ngroups, headdim, d_state, slots, min(BLOCK_B, triton.next_power_of_2(batch)),
-        tiling.rows, ABREAST, tiling.keys, LANES, FOLDED_AT_ONCE, *FORMATS[checkpoint], quantize,
+        tiling.rows, ABREAST, tiling.keys, LANES, *FORMATS[checkpoint], quantize,
         recurrence.decay == "channel", recurrence.delta, wide(ring.beta.dtype), num_warps=tiling.warps,
     )  # fmt: skip
 
