@@ -4,6 +4,7 @@ import copy
 import gc
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from backends import both_backends
@@ -103,7 +104,7 @@ def test_an_order_that_cannot_be_is_refused(index, words):
 
 @on_the_host
 @pytest.mark.parametrize("method", ["reset", "flush"])
-@pytest.mark.parametrize("rows", [3, -1, [0, 5], tensor(0.0), tensor([0])], ids=str)
+@pytest.mark.parametrize("rows", [3, -1, [0, 5], tensor(0.0), tensor([0]), slice(2), "0", [None], 2**63], ids=str)
 def test_rows_outside_the_cache_are_refused(method, rows):
     cache = ragged(M.build())
     with refused(ValueError, f"ReplayStateCache.{method}", "rows must", cache=cache):
@@ -188,6 +189,13 @@ def test_a_cache_does_not_keep_its_model_alive():
     assert cache[0].state().shape[2:] == (5, 7)
 
 
+@pytest.mark.parametrize("rows", [np.int64(1), [np.int32(1)], np.array([1]), range(1, 2), (1,)], ids=repr)
+def test_a_row_may_be_named_by_numpy_too(rows):
+    cache = ragged(M.build())
+    cache.reset(rows)
+    assert (cache.seqlen == 0).tolist() == [False, True, False]
+
+
 def test_the_random_stream_moves_with_its_row():
     layer = M.build()
     cache = ragged(layer)
@@ -199,6 +207,7 @@ def test_the_random_stream_moves_with_its_row():
     cache.reset([0, 2], seed=tensor(7, 8))
     assert cache.seed.tolist() == [7, 40, 8]
     assert ReplayStateCache([layer], 2, seed=tensor(9, 3)).seed.tolist() == [9, 3]
+    assert ReplayStateCache([layer], 2, seed=2**63 - 1).seed.tolist() == [2**63 - 1, -(2**63)]
 
 
 @both_backends
