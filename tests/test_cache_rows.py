@@ -2,6 +2,8 @@
 
 import copy
 import gc
+import io
+import pickle
 import weakref
 
 import numpy as np
@@ -194,6 +196,36 @@ def test_a_row_may_be_named_by_numpy_too(rows):
     cache = ragged(M.build())
     cache.reset(rows)
     assert (cache.seqlen == 0).tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("take", [pickle.dumps, copy.copy, lambda cache: torch.save(cache, io.BytesIO())])
+def test_a_cache_is_not_pickled_and_says_what_to_save(take):
+    cache = ragged(M.build())
+    with refused(TypeError, "ReplayStateCache", "tensors()", "copy.deepcopy", cache=cache):
+        take(cache)
+
+
+@every_layer
+@pytest.mark.parametrize("formats", [("fp32", None), ("int8_sr", "fp8"), ("nvfp4_sr", "lr_if4")], ids=str)
+def test_a_cache_continues_from_its_saved_tensors(geometry, formats):
+    """Pending records, random streams and read copies included: bit for bit as if nothing had happened."""
+    layer = geometry.build(torch.float32)
+    settings = dict(window=4, step_tokens=2, checkpoint=formats[0], read_format=formats[1])
+    first, second = (ReplayStateCache([layer], 3, seed=seed, **settings) for seed in (5, 9))
+    for t, counts in ((6, None), (2, (2, 1, 0)), (2, (1, 0, 2))):
+        step(first, [layer], geometry.input(3, t, dtype=torch.float32))
+        first.commit(None if counts is None else tensor(*counts))
+    file = io.BytesIO()
+    torch.save(first.tensors(), file)
+    file.seek(0)
+    for name, saved in torch.load(file).items():
+        second.tensors()[name].copy_(saved)
+    for t in (2, 1, 2, 5):
+        x = geometry.input(3, t, dtype=torch.float32)
+        assert torch.equal(step(first, [layer], x), step(second, [layer], x))
+        first.commit()
+        second.commit()
+    assert_unchanged(second, snapshot(first))
 
 
 def test_the_random_stream_moves_with_its_row():

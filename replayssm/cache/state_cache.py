@@ -355,6 +355,13 @@ class ReplayStateCache:
                 setattr(twin, name, copy.deepcopy(value, memo))
         return twin
 
+    def __getstate__(self) -> None:
+        raise TypeError(
+            "ReplayStateCache: a cache must not be pickled, or copied by copy.copy: it belongs to the modules of a "
+            "live model. Copy it by copy.deepcopy. To keep it, save its tensors(), and copy_ them into those of a "
+            "cache that was built with the same arguments."
+        )
+
     def _index(self, method: str, name: str, rows: RowIndex | None, *, distinct: bool = False) -> Tensor:
         """Rows as an int64 tensor on the device, checked where the values can be seen."""
         where, device = f"ReplayStateCache.{method}", self.seqlen.device
