@@ -77,6 +77,12 @@ def expect_positive(where: str, **sizes: int) -> None:
             raise ValueError(f"{where}: {name} must be an int of at least 1; got {size!r}. Give a positive size.")
 
 
+def expect_int64(where: str, name: str, value: object, advice: str) -> None:
+    """Check that an argument is an int that a tensor can hold (bool is not one)."""
+    if isinstance(value, bool) or not isinstance(value, int) or not -(2**63) <= value < 2**63:
+        raise ValueError(f"{where}: {name} must be an int of 64 bits; got {value!r}. {advice}")
+
+
 def readable(tensor: Tensor) -> bool:
     """Whether the values of ``tensor`` can be looked at for free: on the CPU, and not while a graph is being traced."""
     return tensor.device.type == "cpu" and not torch.compiler.is_compiling()

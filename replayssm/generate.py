@@ -1,6 +1,7 @@
 """The one way through: prefill in pieces, then steps and commits, with drafts or without. Read it top to bottom."""
 
-from collections.abc import Callable, Iterator, Sequence
+import operator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Literal
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 from replayssm.acceptance import Acceptance
 from replayssm.cache.packing import has_interior_padding, refuse_interior_padding
 from replayssm.cache.state_cache import ReplayStateCache
-from replayssm.checks import expect, expect_integers, expect_positive, expect_shape
+from replayssm.checks import expect, expect_int64, expect_integers, expect_positive, expect_shape
 from replayssm.decoding import Decoding
 from replayssm.drafters import MTP, Drafter, DraftModel, PromptLookup, Proposer, Run
 from replayssm.drafters.base import PlainDrafter, configured_vocab_size, device_of
@@ -83,6 +84,7 @@ def generate(
     Raises:
         ValueError: an argument out of range; nothing has been run then. Or the answer of ``propose`` is none.
     """
+    _expect_types(model, cache, acceptance)
     device = device_of(model)
     tokens, mask = _prompts(ids, attention_mask, device)
     expect_positive("generate", max_new_tokens=max_new_tokens)
@@ -90,7 +92,7 @@ def generate(
         vocab_size = configured_vocab_size(model)
     sampler = Sampler(temperature, top_k=top_k, top_p=top_p, seed=seed, vocab_size=vocab_size, device=device)
     ends = _ends(eos, device)
-    expect(isinstance(pad, int), f"generate: pad must be an int; got {pad!r}. Give the id that fills ended rows.")
+    expect_int64("generate", "pad", pad, "Give the id that fills ended rows.")
     chosen = _drafter(drafter)
     if chosen is None:
         num_drafts = 0
@@ -196,6 +198,19 @@ def _drafter(drafter: str | nn.Module | Proposer | Drafter | None) -> Drafter | 
 _BY_NAME: dict[str, type[Drafter]] = {"prompt_lookup": PromptLookup, "mtp": MTP}
 
 
+def _expect_types(model: object, cache: object, acceptance: object) -> None:
+    """Refuse what is easily taken for a model, a cache or a count of drafts."""
+    for name, value, kind, advice in (
+        ("model", model, nn.Module, "from_pretrained returns a model and its tokenizer: give the model alone."),
+        ("cache", cache, ReplayStateCache, "Build one for this model, or leave it out."),
+        ("acceptance", acceptance, Acceptance, "Give Acceptance(), or leave it out."),
+    ):
+        expect(
+            isinstance(value, kind) or (value is None and kind is not nn.Module),
+            f"generate: {name} must be of type {kind.__name__}; got {type(value).__name__}. {advice}",
+        )
+
+
 def _prompts(ids: Prompts, attention_mask: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor | None]:
     """Left-padded ids (batch, t), 0 in the padding, and their mask, or None where nothing is padded."""
     if not isinstance(ids, Tensor):
@@ -203,14 +218,15 @@ def _prompts(ids: Prompts, attention_mask: Tensor | None, device: torch.device) 
             attention_mask is None,
             "generate: attention_mask must come with a tensor of ids; got a list. Lists need no mask.",
         )
-        lengths = [len(row) for row in ids]
+        rows = _listed(ids)
+        lengths = [len(row) for row in rows]
         expect(
             len(lengths) > 0 and min(lengths) > 0,
             f"generate: ids must hold at least 1 prompt of at least 1 token each; got lengths {lengths}. "
             "Start an empty prompt with a token of your choice.",
         )
         width = max(lengths)
-        tokens = torch.tensor([[0] * (width - len(row)) + list(row) for row in ids])
+        tokens = torch.tensor([[0] * (width - len(row)) + row for row in rows])
         mask = torch.arange(width) >= width - torch.tensor(lengths).unsqueeze(1)
     else:
         expect_shape("generate", "ids", ids, ("batch", "t"), "Give one row a prompt.")
@@ -226,13 +242,27 @@ def _prompts(ids: Prompts, attention_mask: Tensor | None, device: torch.device) 
     return tokens.to(device), None if bool(mask.all()) else mask.to(device)
 
 
-def _ends(eos: int | Sequence[int] | None, device: torch.device) -> Tensor:
+def _listed(ids: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Prompts of ints."""
+    try:
+        return [[operator.index(token) for token in row] for row in ids]
+    except TypeError as error:
+        raise ValueError(
+            f"generate: ids must be a (batch, t) tensor or a list of lists of ints; got {ids!r:.80}. Give one list a "
+            "prompt, also for a single one."
+        ) from error
+
+
+def _ends(eos: object, device: torch.device) -> Tensor:
     """The ids that end a row, (n,) int64."""
-    ids = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
-    expect(
-        all(isinstance(end, int) and not isinstance(end, bool) for end in ids),
-        f"generate: eos must be an int, a sequence of ints or None; got {eos!r}. Use the ids of the tokenizer.",
-    )
+    if eos is None:
+        ids = []
+    elif isinstance(eos, Collection) and not isinstance(eos, Tensor):
+        ids = list(eos)
+    else:
+        ids = [eos]
+    for end in ids:
+        expect_int64("generate", "eos", end, "Use ids of the tokenizer: one, several, or None for no end.")
     return torch.tensor(ids, dtype=torch.int64, device=device)
 
 

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from replayssm.checks import expect, expect_positive
+from replayssm.checks import expect, expect_int64, expect_positive
 
 
 class Sampler:
@@ -20,7 +20,8 @@ class Sampler:
         device: of the logits.
 
     Raises:
-        ValueError: a temperature that is neither 0 nor at least 1e-5, top_k below 1, top_p outside (0, 1].
+        ValueError: a temperature that is neither 0 nor at least 1e-5, top_k below 1, top_p outside (0, 1], a seed
+            that is no int.
     """
 
     def __init__(
@@ -34,19 +35,21 @@ class Sampler:
         device: torch.device,
     ):
         expect(
-            temperature == 0 or 1e-5 <= temperature < math.inf,
-            f"generate: temperature must be 0 or at least 1e-05; got {temperature}. Use 0 for the most probable token.",
+            isinstance(temperature, int | float) and (temperature == 0 or 1e-5 <= temperature < math.inf),
+            f"generate: temperature must be 0 or at least 1e-05; got {temperature!r}. Use 0 for the most "
+            "probable token.",
         )
         for name, value in (("top_k", top_k), ("vocab_size", vocab_size)):
             if value is not None:
                 expect_positive("generate", **{name: value})
         expect(
-            top_p is None or 0 < top_p <= 1,
-            f"generate: top_p must be in (0, 1]; got {top_p}. Use None to keep all tokens.",
+            top_p is None or (isinstance(top_p, int | float) and 0 < top_p <= 1),
+            f"generate: top_p must be in (0, 1]; got {top_p!r}. Use None to keep all tokens.",
         )
         self.temperature, self.top_k, self.top_p, self.vocab_size = temperature, top_k, top_p, vocab_size
         self.generator = None
         if seed is not None:
+            expect_int64("generate", "seed", seed, "Use None to draw from torch's global generator.")
             self.generator = torch.Generator(device).manual_seed(seed)
 
     def __call__(self, logits: Tensor) -> Tensor:

@@ -42,6 +42,7 @@ def test_commit_advances_every_row_by_what_it_keeps(n, advance):
         True,
         1.0,
         "1",
+        2**63,
         tensor(1, 1),
         tensor(1, 1, 3),
         tensor(0, -1, 0),

@@ -32,6 +32,7 @@ from replayssm import ReplayStateCache
         ({"seed": torch.zeros(2, dtype=torch.int64)}, ["seed must", "(2,)"]),
         ({"seed": torch.zeros(3)}, ["seed must", "float32"]),
         ({"seed": 0.5}, ["seed must", "0.5"]),
+        ({"seed": 2**63}, ["seed must", "64 bits"]),
     ],
     ids=str,
 )
@@ -40,6 +41,16 @@ def test_a_cache_that_cannot_be_is_refused(arguments, words):
     batch = settings.pop("batch")
     with refused(ValueError, "ReplayStateCache", *words):
         ReplayStateCache([M.build()], batch, **settings)
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [(None, ["NoneType"]), ("tiny", ["str"]), ([R.build(), 5], ["list", "int"]), ({1: R.build()}, ["dict", "int"])],
+    ids=["none", "name", "list", "dict"],
+)
+def test_what_is_no_model_is_refused(model, words):
+    with refused(ValueError, "ReplayStateCache", "model must", *words):
+        ReplayStateCache(model, 1)
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,11 @@
 
 import copy
 import gc
+import io
+import pickle
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from backends import both_backends
@@ -103,7 +106,7 @@ def test_an_order_that_cannot_be_is_refused(index, words):
 
 @on_the_host
 @pytest.mark.parametrize("method", ["reset", "flush"])
-@pytest.mark.parametrize("rows", [3, -1, [0, 5], tensor(0.0), tensor([0])], ids=str)
+@pytest.mark.parametrize("rows", [3, -1, [0, 5], tensor(0.0), tensor([0]), slice(2), "0", [None], 2**63], ids=str)
 def test_rows_outside_the_cache_are_refused(method, rows):
     cache = ragged(M.build())
     with refused(ValueError, f"ReplayStateCache.{method}", "rows must", cache=cache):
@@ -188,6 +191,43 @@ def test_a_cache_does_not_keep_its_model_alive():
     assert cache[0].state().shape[2:] == (5, 7)
 
 
+@pytest.mark.parametrize("rows", [np.int64(1), [np.int32(1)], np.array([1]), range(1, 2), (1,)], ids=repr)
+def test_a_row_may_be_named_by_numpy_too(rows):
+    cache = ragged(M.build())
+    cache.reset(rows)
+    assert (cache.seqlen == 0).tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("take", [pickle.dumps, copy.copy, lambda cache: torch.save(cache, io.BytesIO())])
+def test_a_cache_is_not_pickled_and_says_what_to_save(take):
+    cache = ragged(M.build())
+    with refused(TypeError, "ReplayStateCache", "tensors()", "copy.deepcopy", cache=cache):
+        take(cache)
+
+
+@every_layer
+@pytest.mark.parametrize("formats", [("fp32", None), ("int8_sr", "fp8"), ("nvfp4_sr", "lr_if4")], ids=str)
+def test_a_cache_continues_from_its_saved_tensors(geometry, formats):
+    """Pending records, random streams and read copies included: bit for bit as if nothing had happened."""
+    layer = geometry.build(torch.float32)
+    settings = dict(window=4, step_tokens=2, checkpoint=formats[0], read_format=formats[1])
+    first, second = (ReplayStateCache([layer], 3, seed=seed, **settings) for seed in (5, 9))
+    for t, counts in ((6, None), (2, (2, 1, 0)), (2, (1, 0, 2))):
+        step(first, [layer], geometry.input(3, t, dtype=torch.float32))
+        first.commit(None if counts is None else tensor(*counts))
+    file = io.BytesIO()
+    torch.save(first.tensors(), file)
+    file.seek(0)
+    for name, saved in torch.load(file).items():
+        second.tensors()[name].copy_(saved)
+    for t in (2, 1, 2, 5):
+        x = geometry.input(3, t, dtype=torch.float32)
+        assert torch.equal(step(first, [layer], x), step(second, [layer], x))
+        first.commit()
+        second.commit()
+    assert_unchanged(second, snapshot(first))
+
+
 def test_the_random_stream_moves_with_its_row():
     layer = M.build()
     cache = ragged(layer)
@@ -199,6 +239,7 @@ def test_the_random_stream_moves_with_its_row():
     cache.reset([0, 2], seed=tensor(7, 8))
     assert cache.seed.tolist() == [7, 40, 8]
     assert ReplayStateCache([layer], 2, seed=tensor(9, 3)).seed.tolist() == [9, 3]
+    assert ReplayStateCache([layer], 2, seed=2**63 - 1).seed.tolist() == [2**63 - 1, -(2**63)]
 
 
 @both_backends

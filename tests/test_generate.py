@@ -169,7 +169,23 @@ def test_equal_probabilities_at_the_edge_of_top_p_keep_the_smallest_set():
         ([[1]], {"vocab_size": 0}, ["vocab_size must", "got 0"]),
         ([[1]], {"eos": "a"}, ["eos must", "'a'"]),
         ([[1]], {"eos": [None]}, ["eos must", "None"]),
+        ([[1]], {"eos": 1.5}, ["eos must", "1.5"]),
+        ([[1]], {"eos": torch.tensor(3)}, ["eos must", "tensor(3)"]),
+        ([[1]], {"eos": [2, 2**63]}, ["eos must", "64 bits"]),
         ([[1]], {"pad": None}, ["pad must", "None"]),
+        ([[1]], {"pad": True}, ["pad must", "True"]),
+        ([[1]], {"pad": 2**63}, ["pad must", "64 bits"]),
+        ([[1]], {"temperature": None}, ["temperature must", "None"]),
+        ([[1]], {"temperature": "1"}, ["temperature must", "'1'"]),
+        ([[1]], {"top_p": "1"}, ["top_p must", "'1'"]),
+        ([[1]], {"seed": 1.5}, ["seed must", "1.5"]),
+        ([[1]], {"seed": 2**63}, ["seed must", "64 bits"]),
+        ([[1]], {"cache": "fp32"}, ["cache must", "got str"]),
+        ([[1]], {"acceptance": 1}, ["acceptance must", "got int"]),
+        ([1, 2], {}, ["ids must", "[1, 2]"]),
+        (["ab"], {}, ["ids must", "'ab'"]),
+        ([[1.5]], {}, ["ids must", "1.5"]),
+        (None, {}, ["ids must", "None"]),
         ([[1]], {"window": -1}, ["window must", "got -1"]),
         ([[1]], {"attention_mask": torch.ones(1, 1)}, ["attention_mask must"]),
         (torch.ones(1, 3, dtype=torch.int64), {"attention_mask": torch.ones(1, 2)}, ["attention_mask must", "(1, 2)"]),
@@ -193,6 +209,11 @@ def test_what_cannot_be_generated_is_refused_before_anything_runs(ids, options, 
     with refused(ValueError, *words):
         generate(Watched(LOGITS), ids, **{"max_new_tokens": 4, **options})
     assert not calls
+
+
+def test_what_from_pretrained_returns_is_not_taken_for_a_model():
+    with refused(ValueError, "model must", "got tuple", "tokenizer"):
+        generate((build(config(*ALL)), None), PROMPTS, max_new_tokens=1)
 
 
 def test_a_cache_of_another_batch_is_refused():

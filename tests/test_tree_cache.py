@@ -291,6 +291,8 @@ def test_a_path_without_a_tree_is_refused_and_nothing_may_always_be_kept():
     step(cache, [layer], x)
     with refused(ValueError, "path must be None", cache=cache):
         cache.commit(1, path=ROOT)
+    with refused(ValueError, "path must be a tensor", "got list", cache=cache):
+        cache.commit(1, path=[[0]])
     cache.commit(1)
     before = cache[0].state()
     step(cache, [layer], x, parents=tensor(-1, -1))

@@ -1,6 +1,6 @@
 """Arguments of a cache: what is out of range or does not exist is refused, the rest brought into one form."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
 import torch
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from replayssm.cache.step import OwnCache, StatefulModule
 from replayssm.cache.stored_state import check_formats
-from replayssm.checks import expect, expect_integers, expect_positive, expect_shape
+from replayssm.checks import expect, expect_int64, expect_integers, expect_positive, expect_shape
 
 Window = int | Literal["auto"]
 
@@ -39,6 +39,7 @@ def check_arguments(
 
 def stateful_modules(model: nn.Module | Sequence[nn.Module]) -> Iterator[tuple[str, StatefulModule]]:
     """Names and modules that keep a state, in module order, but for parts with a cache of their own."""
+    _expect_modules(model)
     if isinstance(model, nn.Module):
         found = [(name or type(module).__name__, module) for name, module in _modules(model)]
     else:
@@ -59,6 +60,16 @@ def stateful_modules(model: nn.Module | Sequence[nn.Module]) -> Iterator[tuple[s
             yield name, module
 
 
+def _expect_modules(model: object) -> None:
+    layers = [] if isinstance(model, nn.Module) else list(model) if isinstance(model, Iterable) else [model]
+    strangers = [type(layer).__name__ for layer in layers if not isinstance(layer, nn.Module)]
+    expect(
+        not strangers,
+        f"ReplayStateCache: model must be a module or a list of modules; got {type(model).__name__} with "
+        f"{', '.join(strangers)}. Give the model, or its layers.",
+    )
+
+
 def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """As ``named_modules``, without what lies in an ``OwnCache`` inside the model."""
     apart: set[nn.Module] = set()
@@ -75,14 +86,22 @@ def device_of(model: nn.Module | Sequence[nn.Module]) -> torch.device:
     return torch.device("cpu") if first is None else first.device
 
 
+def listed_rows(where: str, name: str, rows: int | Sequence[int]) -> Tensor:
+    """Rows that are no tensor as one, on the CPU; integers of numpy are rows too."""
+    listed = list(rows) if isinstance(rows, Iterable) else [rows]
+    try:
+        return torch.tensor(listed, device="cpu")
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"{where}: {name} must be an int, a list or an int tensor of cache rows; got {rows!r:.80}. Give such rows."
+        ) from error
+
+
 def seeds_of(seed: int | Tensor, count: int, device: torch.device) -> Tensor:
-    """(count,) int64 random streams; an int starts a run of consecutive ones."""
+    """(count,) int64 random streams; an int starts a run of consecutive ones, behind 2**63 - 1 from -(2**63)."""
     if isinstance(seed, Tensor):
         expect_integers("ReplayStateCache", "seed", seed)
         expect_shape("ReplayStateCache", "seed", seed, (count,), "Give one seed a row, or an int.")
         return seed.to(device=device, dtype=torch.int64, copy=True)
-    expect(
-        isinstance(seed, int) and not isinstance(seed, bool),
-        f"ReplayStateCache: seed must be an int or an int tensor; got {seed!r}. Give one seed a row, or an int.",
-    )
-    return torch.arange(seed, seed + count, device=device)
+    expect_int64("ReplayStateCache", "seed", seed, "Give an int, or an int tensor of one seed a row.")
+    return torch.arange(count, device=device) + seed

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from replayssm.cache.step import KEPT, PATH, Clock, Step
-from replayssm.checks import expect, expect_integers, expect_shape, readable
+from replayssm.checks import expect, expect_int64, expect_integers, expect_shape, readable
 
 _WHERE = "ReplayStateCache.commit"
 
@@ -36,10 +36,7 @@ def check_kept(clock: Clock, n: int | Tensor | None, path: Tensor | None) -> Non
             return
         counts = n.long()
     else:
-        expect(
-            isinstance(n, int) and not isinstance(n, bool),
-            f"{_WHERE}: n must be None, an int or an integer tensor; got {_shown(n)}. Pass how many tokens to keep.",
-        )
+        expect_int64(_WHERE, "n", n, "Pass how many tokens to keep, an integer tensor of one a row, or None for all.")
         counts = torch.full((len(step.length),), n, device="cpu")
         if step.off is not None and readable(step.off):
             counts = torch.where(step.off, 0, counts)  # an int speaks of the rows that are on
@@ -92,13 +89,13 @@ def _check_path(step: Step, n: int | Tensor | None, path: Tensor | None) -> None
             "columns of the kept nodes, from the root.",
         )
         return
+    expect_integers(_WHERE, "path", path)
     expect(
         step.tree is not None,
         f"{_WHERE}: path must be None after a step without parents; got {tuple(path.shape)}. The tokens that are kept "
         "are the first n.",
     )
     advice = "Give the columns of the kept nodes of each row of the step, from the root."
-    expect_integers(_WHERE, "path", path)
     expect_shape(_WHERE, "path", path, (len(step.length), "n"), advice)
     expect(
         path.shape[1] <= step.t,

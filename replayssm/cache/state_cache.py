@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from replayssm.cache import auto_window
-from replayssm.cache.arguments import Window, check_arguments, device_of, seeds_of, stateful_modules
+from replayssm.cache.arguments import Window, check_arguments, device_of, listed_rows, seeds_of, stateful_modules
 from replayssm.cache.kept import check_kept, count_kept
 from replayssm.cache.layer_state import LayerState
 from replayssm.cache.ring import keep_path
@@ -355,16 +355,19 @@ class ReplayStateCache:
                 setattr(twin, name, copy.deepcopy(value, memo))
         return twin
 
+    def __getstate__(self) -> None:
+        raise TypeError(
+            "ReplayStateCache: a cache must not be pickled, or copied by copy.copy: it belongs to the modules of a "
+            "live model. Copy it by copy.deepcopy. To keep it, save its tensors(), and copy_ them into those of a "
+            "cache that was built with the same arguments."
+        )
+
     def _index(self, method: str, name: str, rows: RowIndex | None, *, distinct: bool = False) -> Tensor:
         """Rows as an int64 tensor on the device, checked where the values can be seen."""
         where, device = f"ReplayStateCache.{method}", self.seqlen.device
         if rows is None:
             return torch.arange(self.batch, device=device)
-        index = (
-            rows
-            if isinstance(rows, Tensor)
-            else torch.tensor([rows] if isinstance(rows, int) else list(rows), device="cpu")
-        )
+        index = rows if isinstance(rows, Tensor) else listed_rows(where, name, rows)
         if index.numel() == 0:
             return torch.zeros(0, dtype=torch.int64, device=device)
         expect_integers(where, name, index)
