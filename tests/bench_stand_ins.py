@@ -11,6 +11,7 @@ from torch import Tensor
 
 from replayssm.bench import gate
 from replayssm.bench.cases import CASES, Case
+from replayssm.bench.hf_cases import PATCHES
 from replayssm.ops.records import Records, Recurrence
 from replayssm.ops.reference import flush_ref, replay_ref
 
@@ -161,6 +162,23 @@ def made_up_speculation() -> dict[str, Any]:
             runs.append(sizes | counts | rates | texts)
     about = {name: f"<{name}>" for name in ABOUT} | {"command": "replayssm bench speculative --batch 1 256"}
     return about | {"parameters": 4_821_806, "prompt_tokens": 256, "rounds": 3, "runs": runs}
+
+
+def made_up_transformers() -> dict[str, Any]:
+    """A JSON in which replay of smaller states is slower than transformers at batch 1, and all else twice as fast."""
+    runs = []
+    for batch in (1, 64):
+        for arm, options in ({"unpatched": {}, "torch path": {}} | PATCHES).items():
+            ratio = {"unpatched": 1.0, "torch path": 0.5}.get(
+                arm, 0.9 if (arm, batch) == ("replay_formats", 1) else 2.0
+            )
+            times = dict(step_ms=20 / ratio, step_ms_spread=0.5, prefill_s=0.25, prefill_s_spread=0.02)
+            rates = dict(tokens_s=50 * batch * ratio, generate_tokens_s=40 * batch, generate_tokens_s_ratio=1.25)
+            about = dict(model="a", batch=batch, arm=arm, packages=["fla"] if arm == "unpatched" else [])
+            runs.append(about | options | times | rates | dict(tokens_s_ratio=ratio, prefill_gb=9.0, decode_gb=0.0))
+    about = {name: f"<{name}>" for name in ABOUT} | {"command": "replayssm bench hf --batch 1 64"}
+    sizes = dict(small=False, dtype="bfloat16", prompt_tokens=128, new_tokens=64, rounds=3)
+    return about | {"transformers": "<transformers>"} | sizes | {"runs": runs}
 
 
 def made_up_drift(last: float = 8e-3) -> dict[str, Any]:

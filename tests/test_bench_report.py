@@ -13,7 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from bench_stand_ins import made_up_document, made_up_drift, made_up_speculation, made_up_verification
+from bench_stand_ins import (
+    made_up_document,
+    made_up_drift,
+    made_up_speculation,
+    made_up_transformers,
+    made_up_verification,
+)
 
 from replayssm.bench import kernel, kernel_report, readme, report, verify, verify_report
 from replayssm.bench.cases import CASES, PUBLISHED, Case
@@ -92,12 +98,14 @@ def test_a_report_rewrites_its_blocks_and_its_plots_alone(
     assert readme.run(options) == 0
     (tmp_path / "speculative_a.json").write_text(json.dumps(made_up_speculation()))
     (tmp_path / "drift_a.json").write_text(json.dumps(made_up_drift()))
+    (tmp_path / "hf_a.json").write_text(json.dumps(made_up_transformers()))
     text = page.read_text(encoding="utf-8")
-    assert text.count("old") == 2
+    assert text.count("old") == 3
     assert readme.run(options) == 0
     text = page.read_text(encoding="utf-8")
     assert text.count("old") == 0
     assert "| prompt lookup " in text
+    assert "| transformers, fla " in text
     assert "![Cost of a step" in text
     assert "![Divergence over position" in text
     ElementTree.parse(tmp_path / verify_report.PLOT)

@@ -2,7 +2,7 @@
 
 import argparse
 
-from replayssm.bench import drift, kernel, prefill, readme, speculative, verify
+from replayssm.bench import drift, hf, kernel, prefill, readme, speculative, verify
 
 COMMANDS = {
     "kernel": kernel,
@@ -10,6 +10,7 @@ COMMANDS = {
     "speculative": speculative,
     "prefill": prefill,
     "drift": drift,
+    "hf": hf,
     "report": readme,
 }
 

@@ -3,10 +3,16 @@
 import argparse
 from pathlib import Path
 
-from replayssm.bench import drift_report, kernel_report, report, speculative_report, verify_report
+from replayssm.bench import drift_report, hf_report, kernel_report, report, speculative_report, verify_report
 
 ROOT = Path(__file__).parent.parent.parent  # of a source checkout
-REPORTS = {"kernel": kernel_report, "verify": verify_report, "speculative": speculative_report, "drift": drift_report}
+REPORTS = {
+    "kernel": kernel_report,
+    "verify": verify_report,
+    "speculative": speculative_report,
+    "drift": drift_report,
+    "hf": hf_report,
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
