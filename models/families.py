@@ -134,5 +134,11 @@ def links_of(where: str, config: Mapping[str, Any]) -> list[Link]:
 
 def _config(where: str, source: Source, layout: Mapping[str, Any]) -> dict[str, Any]:
     """That of the ``HybridLM``, without a head that the file does not have: transformers drops it."""
-    config = family_of(where, source).read_config(source)
+    try:
+        config = family_of(where, source).read_config(source)
+    except (TypeError, AttributeError, ArithmeticError) as error:  # families reckon with whatever stands in the file
+        raise ValueError(
+            f"{where}: config.json must hold numbers, lists and names where files of its family do; got a value of "
+            f"another kind, of which Python says: {error}. Use the file that came with the weights."
+        ) from error
     return config if layout.get("mtp", False) else {key: value for key, value in config.items() if key != "mtp"}
