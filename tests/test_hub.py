@@ -198,7 +198,11 @@ def test_a_pickle_is_never_opened(folder, tmp_path):
     assert not (tmp_path / "marker").exists()
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b'"text"', b"\xff\xfe", b'{"vocab_size": 61,}', b"[" * 10**5, b"9" * 10**4])
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"[1]", b'"text"', b"\xff\xfe", b'{"vocab_size": 61,}', b"[" * 10**5, b"9" * 10**4],
+    ids=lambda content: str(content[:20]),
+)
 def test_a_config_that_is_no_json_object_is_refused(folder, content):
     (folder / "config.json").write_bytes(content)
     with refused(ValueError, "config.json"):
