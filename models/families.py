@@ -129,7 +129,13 @@ def links_of(where: str, config: Mapping[str, Any]) -> list[Link]:
         f"{where}: config must be that of the checkpoint it came from; got other values of {', '.join(changed)}. "
         "The family has no way to say them.",
     )
-    return list(family_of(where, source).links(source, layout))
+    try:
+        return list(family_of(where, source).links(source, layout))
+    except KeyError as error:
+        raise ValueError(
+            f"{where}: layout of config.json's source must be as loading wrote it; got one without {error}. Load or "
+            "convert the checkpoint again."
+        ) from error
 
 
 def _config(where: str, source: Source, layout: Mapping[str, Any]) -> dict[str, Any]:

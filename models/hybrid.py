@@ -15,7 +15,7 @@ from replayssm.drafters import MTPHead
 from replayssm.layers.norm import widened
 from replayssm.models.block import Block, new_block, new_norm
 from replayssm.models.config import DTYPES, check_config
-from replayssm.models.loading import Checkpoint, expect_fit, fill, stored
+from replayssm.models.loading import Checkpoint, expect_destination, expect_fit, fill, stored
 from replayssm.models.mtp import MTPDecoder
 
 _OUTPUTS = ("out_proj", "o_proj", "down_proj")  # the projection of each mixer that writes into the residual stream
@@ -222,6 +222,7 @@ class HybridLM(nn.Module):
         cls, place: hub.Folder, *, device: torch.device | str | None, dtype: torch.dtype | None
     ) -> "HybridLM":
         """``from_pretrained`` of a folder that has been found."""
+        expect_destination("HybridLM.from_pretrained", device, dtype)
         checkpoint = Checkpoint("HybridLM.from_pretrained", place)
         check_config(checkpoint.config)
         if dtype is None and "dtype" not in checkpoint.config:

@@ -4,6 +4,7 @@ import json
 import pickle
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from refusals import TEMPLATE, refused
 from safetensors.torch import load_file, save_file
 
-from replayssm import hub
+from replayssm import ReplayMamba2, hub
 from replayssm.hub import writing
 from replayssm.models import ByteTokenizer, HybridLM, from_pretrained
 
@@ -95,6 +96,18 @@ def test_small_sensitive_parameters_keep_the_precision_of_the_file(folder, dtype
     assert model(token_ids(2, 5)).dtype == dtype
     model = HybridLM.from_pretrained(folder, dtype=torch.float64)
     assert {tensor.dtype for tensor in model.state_dict().values()} == {torch.float64}
+
+
+@pytest.mark.parametrize("load", [HybridLM.from_pretrained, partial(ReplayMamba2.from_pretrained, layer=0)])
+@pytest.mark.parametrize("dtype", ["float16", torch.int32, torch.complex64, torch.float8_e4m3fn], ids=str)
+def test_a_dtype_that_no_model_computes_in_is_refused(folder, load, dtype):
+    with refused(ValueError, "dtype must", "bfloat16", repr(dtype)):
+        load(folder, dtype=dtype)
+
+
+def test_weights_do_not_go_to_meta(folder):
+    with refused(ValueError, "device must", "got meta"):
+        HybridLM.from_pretrained(folder, device="meta")
 
 
 def test_a_file_may_be_smaller_than_the_model_computes_in(tmp_path):
