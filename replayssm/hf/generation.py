@@ -1,6 +1,6 @@
 """Assisted generation for models whose recurrent layers all replay: what transformers asks of a model instance."""
 
-import types
+from functools import partial
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -14,7 +14,7 @@ CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 def allow_assistance(model: PreTrainedModel) -> None:
     """Let ``generate`` of this instance take drafts; both attributes shadow those of its class."""
     model.__dict__["_is_stateful"] = False  # generate refuses to roll back what says True
-    model.__dict__["generate"] = types.MethodType(_generate, model)
+    model.__dict__["generate"] = partial(_generate, model)  # a method would not be found again after unpickling
 
 
 def forbid_assistance(model: PreTrainedModel) -> None:
