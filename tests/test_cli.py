@@ -163,6 +163,8 @@ def test_the_text_ends_where_the_model_ends_it(tmp_path: Path, capsys: pytest.Ca
     [
         (["--model", "no/such/folder"], ["no/such/folder"]),
         (["--window", "-1"], ["window must be", "got -1"]),
+        (["--window", f"{10**20}"], ["window must be", "64 bits"]),
+        (["--max-new-tokens", f"{10**20}"], ["max_seqlen must be", "64 bits"]),
         (["--top-p", "1.5", "--temperature", "1"], ["top_p must be", "got 1.5"]),
         (["--device", "abacus"], ["--device must be", "got abacus"]),
         (["--compare", "--temperature", "0.5"], ["--compare must go with", "got temperature 0.5"]),
@@ -424,6 +426,8 @@ def test_a_text_can_be_written_with_smaller_states(capsys: pytest.CaptureFixture
         (["--gpu", "abacus"], ["gpu must be one of H200", "got 'abacus'"]),
         (["--model", "no/such/folder"], ["model must be", "qwen3.5-4b", "got 'no/such/folder'"]),
         (["--window", "2", "--drafts", "3"], ["window must be", "step_tokens=4"]),
+        (["--batch", f"{10**20}"], ["batch must be", "64 bits"]),
+        (["--drafts", f"{10**20}"], ["step_tokens must be", "64 bits"]),
         (["--checkpoint", "fp3"], ["checkpoint must be one of 'fp32'", "got 'fp3'"]),
         (["--read-format", "fp3"], ["read_format must be one of None", "got 'fp3'"]),
     ],

@@ -34,6 +34,7 @@ def check_arguments(
             f'{where}: window must be "auto", 0 or at least step_tokens={step_tokens}; got {window!r}. '
             f"Choose window={step_tokens} or more, or 0 to fold at every step.",
         )
+        expect_int64(where, "window", window, "Choose a smaller window.")
     check_formats(where, checkpoint, read_format)
 
 
