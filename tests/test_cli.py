@@ -457,3 +457,10 @@ def test_bench_is_a_command_and_times_nothing_without_a_gpu(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert cli.main(["bench", "kernel"]) == 0
     assert "nothing was timed" in " ".join(capsys.readouterr().out.lower().split())
+
+
+def test_a_bench_beyond_the_memory_of_the_machine_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "drift", "--tokens", str(10**22)]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert re.fullmatch(r"replayssm bench: sizes must fit .+; got OverflowError .+\. .+\n", printed.err)
