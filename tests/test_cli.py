@@ -459,6 +459,23 @@ def test_bench_is_a_command_and_times_nothing_without_a_gpu(
     assert "nothing was timed" in " ".join(capsys.readouterr().out.lower().split())
 
 
+@pytest.mark.parametrize("bench", ["kernel", "verify", "speculative", "prefill", "drift"])
+@pytest.mark.parametrize("out", ["", "folder", "file/there", "file"])
+def test_figures_that_could_not_be_written_are_not_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, bench: str, out: str
+) -> None:
+    def measured(options: object) -> int:
+        raise AssertionError("measured")
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(replayssm.bench.command.COMMANDS[bench], "run", measured)
+    with pytest.raises(AssertionError if out == "file" else SystemExit, match="measured" if out == "file" else "2"):
+        cli.main(["bench", bench, "--out", out])
+    assert out == "file" or "--out: must be a file" in capsys.readouterr().err
+
+
 def test_a_bench_beyond_the_memory_of_the_machine_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "drift", "--tokens", str(10**22)]) == 2
     printed = capsys.readouterr()
