@@ -28,7 +28,13 @@ def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     Assisted generation lets a cache hold back tokens and does not say when it ends. The next turn's prompt would be
     taken for drafts, and refused if it is long. A model that drafts is called for every round, so its cache goes on.
     """
-    output = type(self).generate(self, *args, **kwargs)
+    settings = self.base_model.config.__dict__
+    layers = settings.get("num_hidden_layers")
+    try:
+        output = type(self).generate(self, *args, **kwargs)
+    finally:  # assistant_early_exit lowers it while it drafts, and leaves it so where that fails
+        if layers is not None:
+            settings["num_hidden_layers"] = layers
     config = kwargs.get("generation_config")
     if config is not None and config.is_assistant:
         return output
