@@ -30,12 +30,17 @@ def model_config(where: str, folder: hub.Folder) -> dict[str, Any]:
     return source if source.get("model_type") == MODEL_TYPE else families.adopt(where, source, {})
 
 
-def expect_destination(where: str, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
-    """Check where tensors shall go, before any is read."""
+def expect_dtype(where: str, dtype: torch.dtype | None) -> None:
+    """Check a dtype of weights: in any other a model neither computes nor comes back from a file."""
     expect(
         dtype is None or dtype in DTYPES.values(),
         f"{where}: dtype must be None or torch's {', '.join(DTYPES)}; got {dtype!r}. Choose one of these.",
     )
+
+
+def expect_destination(where: str, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
+    """Check where tensors shall go, before any is read."""
+    expect_dtype(where, dtype)
     expect(
         device is None or torch.device(device).type != "meta",
         f"{where}: device must be able to hold weights; got {device}. For shapes alone, build HybridLM(config, "

@@ -19,6 +19,7 @@ from refusals import TEMPLATE, refused
 from safetensors.torch import load_file, save_file
 
 from replayssm import ReplayMamba2, hub
+from replayssm.drafters import MTPHead
 from replayssm.hub import writing
 from replayssm.models import ByteTokenizer, HybridLM, from_pretrained
 
@@ -103,6 +104,25 @@ def test_small_sensitive_parameters_keep_the_precision_of_the_file(folder, dtype
 def test_a_dtype_that_no_model_computes_in_is_refused(folder, load, dtype):
     with refused(ValueError, "dtype must", "bfloat16", repr(dtype)):
         load(folder, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float16", torch.int8, torch.float8_e4m3fn], ids=str)
+def test_a_dtype_that_nothing_is_loaded_from_is_not_written(tmp_path, dtype):
+    """Cast to it, most weights would be lost."""
+    model = build(config(MAMBA2, MLP), dtype=torch.float32)
+    model.mtp = MTPHead(model.config["d_model"], 8)
+    for write in (lambda: model.save_pretrained(tmp_path, dtype), lambda: model.save_mtp(tmp_path / "mtp", dtype)):
+        with refused(ValueError, "dtype must", repr(dtype)):
+            write()
+    with refused(ValueError, "HybridLM: dtype must"):
+        HybridLM(model.config, dtype=dtype)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_without_values_is_not_written(tmp_path):
+    with refused(ValueError, "weights must", "embed.weight"):
+        HybridLM(config(MAMBA2, MLP), device="meta").save_pretrained(tmp_path / "model")
+    assert not (tmp_path / "model").exists()
 
 
 def test_weights_do_not_go_to_meta(folder):
