@@ -111,9 +111,10 @@ def test_bad_arguments_change_nothing(arguments, error, message):
         hf.register(**arguments)
 
 
-def test_what_is_no_model_is_refused():
+@pytest.mark.parametrize("call", [hf.patch, hf.unpatch])
+def test_what_is_no_model_is_refused(call):
     with pytest.raises(ValueError, match="model must be a module; got str"):
-        hf.patch("org/name")
+        call("org/name")
 
 
 @pytest.mark.parametrize("version", ["4.57.1", "5.16.0", "5.25.0.dev0", "7.0.0"])
