@@ -77,9 +77,11 @@ def check_config(config: dict[str, Any]) -> None:
         )
     if "source" in config:
         expect(
-            isinstance(config["source"], dict) and config["source"].keys() == {"config", "layout"},
-            f"HybridLM: source must be a dict of config and layout; got {config['source']!r}. It is written by loading "
-            "a checkpoint of another library: leave it out otherwise.",
+            isinstance(config["source"], dict)
+            and config["source"].keys() == {"config", "layout"}
+            and all(isinstance(part, dict) for part in config["source"].values()),
+            f"HybridLM: source must be a dict of config and layout, both dicts; got {config['source']!r:.80}. It is "
+            "written by loading a checkpoint of another library: leave it out otherwise.",
         )
     if "dtype" in config:
         expect_choice("HybridLM", "dtype", config["dtype"], tuple(DTYPES))

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from replayssm import hub
-from replayssm.checks import expect, expect_choice
+from replayssm.checks import expect, expect_choice, expect_positive
 from replayssm.hub.pickles import Pickles
 from replayssm.models import families
 from replayssm.models.config import MODEL_TYPE, check_config
@@ -72,7 +72,8 @@ def convert(
     where = "convert"
     expect_choice(where, "to", to, ("hf", "replayssm"))
     place, goal = hub.find_folder(where, source, revision), Path(target).expanduser()
-    expect(not goal.exists(), f"{where}: target must not exist; got {goal}. Give another name, or remove it.")
+    expect_positive(where, shard_bytes=shard_bytes)
+    expect(not os.path.lexists(goal), f"{where}: target must not exist; got {goal}. Give another name, or remove it.")
     native = hub.read_config(where, place).get("model_type") == MODEL_TYPE
     expect(
         native == (to == "hf"),

@@ -129,10 +129,22 @@ def links_of(where: str, config: Mapping[str, Any]) -> list[Link]:
         f"{where}: config must be that of the checkpoint it came from; got other values of {', '.join(changed)}. "
         "The family has no way to say them.",
     )
-    return list(family_of(where, source).links(source, layout))
+    try:
+        return list(family_of(where, source).links(source, layout))
+    except KeyError as error:
+        raise ValueError(
+            f"{where}: layout of config.json's source must be as loading wrote it; got one without {error}. Load or "
+            "convert the checkpoint again."
+        ) from error
 
 
 def _config(where: str, source: Source, layout: Mapping[str, Any]) -> dict[str, Any]:
     """That of the ``HybridLM``, without a head that the file does not have: transformers drops it."""
-    config = family_of(where, source).read_config(source)
+    try:
+        config = family_of(where, source).read_config(source)
+    except (TypeError, AttributeError, ArithmeticError) as error:  # families reckon with whatever stands in the file
+        raise ValueError(
+            f"{where}: config.json must hold numbers, lists and names where files of its family do; got a value of "
+            f"another kind, of which Python says: {error}. Use the file that came with the weights."
+        ) from error
     return config if layout.get("mtp", False) else {key: value for key, value in config.items() if key != "mtp"}

@@ -47,6 +47,16 @@ class Fields:
         )
         return _plain(value)
 
+    def number(self, name: str, default: Any = _MISSING) -> Any:
+        """A field that must not be null, where null means something else to our own layers.
+
+        Raises:
+            ValueError: it is missing, or null.
+        """
+        value = self(name, default)
+        expect(value is not None, f"{self.where}: {name} must be a number; got null. Use the file of the weights.")
+        return value
+
     def only(self, name: str, *known: Any) -> Any:
         """A field of which we know some values; the first is the default.
 

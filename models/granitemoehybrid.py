@@ -161,7 +161,7 @@ def _attention(field: Fields) -> dict[str, Any]:
 
 
 def _feed_forward(field: Fields) -> dict[str, Any]:
-    shared, experts = field("shared_intermediate_size", 1024), field("num_local_experts", 8)
+    shared, experts = field.number("shared_intermediate_size", 1024), field("num_local_experts", 8)
     top_k, hidden = field("num_experts_per_tok", 2), field("intermediate_size", 11008)
     if experts == 0:
         return {"type": "mlp", "hidden": shared}

@@ -15,7 +15,7 @@ from replayssm.drafters import MTPHead
 from replayssm.layers.norm import widened
 from replayssm.models.block import Block, new_block, new_norm
 from replayssm.models.config import DTYPES, check_config
-from replayssm.models.loading import Checkpoint, expect_fit, fill, stored
+from replayssm.models.loading import Checkpoint, expect_destination, expect_dtype, expect_fit, fill, stored
 from replayssm.models.mtp import MTPDecoder
 
 _OUTPUTS = ("out_proj", "o_proj", "down_proj")  # the projection of each mixer that writes into the residual stream
@@ -54,6 +54,7 @@ class HybridLM(nn.Module):
     ):
         super().__init__()
         check_config(config)
+        expect_dtype("HybridLM", dtype)
         self.config = copy.deepcopy(config)
         self.mtp: MTPHead | MTPDecoder | None = None
         self.not_loaded: list[str] = []
@@ -149,7 +150,14 @@ class HybridLM(nn.Module):
         Args:
             folder: made if it does not exist; an interrupted call leaves what was there.
             dtype: of the file, None for that of each parameter. A_log, dt_bias, D and norm weights keep theirs.
+
+        Raises:
+            ValueError: a dtype that no model is loaded from, or a model on meta; nothing has been written then.
         """
+        where = "HybridLM.save_pretrained"
+        expect_dtype(where, dtype)
+        on_meta = [key for key, tensor in self.own_tensors().items() if tensor.is_meta]
+        expect(not on_meta, f"{where}: weights must have values; got {', '.join(on_meta[:4])} on meta. Load them.")
         config = {**self.config, "dtype": str(self.embed.weight.dtype).removeprefix("torch.")}
         if not isinstance(self.mtp, MTPDecoder):
             config.pop("mtp", None)
@@ -162,6 +170,7 @@ class HybridLM(nn.Module):
         Args:
             dtype: of the file, None for that of each parameter; norm weights keep theirs.
         """
+        expect_dtype("HybridLM.save_mtp", dtype)
         if not isinstance(self.mtp, MTPHead):
             raise ValueError(
                 f"HybridLM.save_mtp: mtp must be an MTPHead; got {type(self.mtp).__name__}. Give the model one: "
@@ -222,6 +231,7 @@ class HybridLM(nn.Module):
         cls, place: hub.Folder, *, device: torch.device | str | None, dtype: torch.dtype | None
     ) -> "HybridLM":
         """``from_pretrained`` of a folder that has been found."""
+        expect_destination("HybridLM.from_pretrained", device, dtype)
         checkpoint = Checkpoint("HybridLM.from_pretrained", place)
         check_config(checkpoint.config)
         if dtype is None and "dtype" not in checkpoint.config:

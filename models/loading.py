@@ -13,7 +13,7 @@ from replayssm import hub
 from replayssm.checks import expect
 from replayssm.hub.pickles import Pickles
 from replayssm.models import families
-from replayssm.models.config import MODEL_TYPE
+from replayssm.models.config import DTYPES, MODEL_TYPE
 from replayssm.models.keys import Link
 
 _BUNDLED = {"tiny": Path(__file__).parent / "tiny"}
@@ -28,6 +28,24 @@ def model_config(where: str, folder: hub.Folder) -> dict[str, Any]:
     """The config of a ``HybridLM`` for a folder, of which nothing but config.json is read."""
     source = hub.read_config(where, folder)
     return source if source.get("model_type") == MODEL_TYPE else families.adopt(where, source, {})
+
+
+def expect_dtype(where: str, dtype: torch.dtype | None) -> None:
+    """Check a dtype of weights: in any other a model neither computes nor comes back from a file."""
+    expect(
+        dtype is None or dtype in DTYPES.values(),
+        f"{where}: dtype must be None or torch's {', '.join(DTYPES)}; got {dtype!r}. Choose one of these.",
+    )
+
+
+def expect_destination(where: str, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
+    """Check where tensors shall go, before any is read."""
+    expect_dtype(where, dtype)
+    expect(
+        device is None or torch.device(device).type != "meta",
+        f"{where}: device must be able to hold weights; got {device}. For shapes alone, build HybridLM(config, "
+        "device='meta').",
+    )
 
 
 class Checkpoint:

@@ -11,7 +11,7 @@ from replayssm import ReplayLayer, hub
 from replayssm.checks import expect
 from replayssm.models.config import DTYPES, MIXERS, check_config
 from replayssm.models.keys import Link, mixer_keys
-from replayssm.models.loading import Checkpoint, bundled, decoder_layer
+from replayssm.models.loading import Checkpoint, bundled, decoder_layer, expect_destination
 
 Layer = TypeVar("Layer", bound=ReplayLayer)
 
@@ -30,13 +30,19 @@ def load_layer(
         isinstance(layer, int) and not isinstance(layer, bool) and layer >= 0,
         f"{where}: layer must be the index of a decoder layer, from 0 on; got {layer!r}. Give one.",
     )
+    own_type = next((name for name, mixer in MIXERS.items() if isinstance(mixer, type) and issubclass(cls, mixer)), "")
+    expect(
+        bool(own_type),
+        f"{where}: the class must be a replay layer of a known kind; got {cls.__name__}. Call it of ReplayMamba2, "
+        "ReplayGatedDeltaNet or ReplayKDA.",
+    )
+    expect_destination(where, device, dtype)
     folder = hub.find_folder(where, bundled(name), revision)
     checkpoint = Checkpoint(where, folder, wanted=lambda key: decoder_layer(key) == layer)
     config = checkpoint.config
     check_config(config)
     by_layer = _links_by_layer(checkpoint)
     types = {i: [config["layers"][block]["type"] for block in blocks] for i, blocks in by_layer.items()}
-    own_type = next(name for name, mixer in MIXERS.items() if isinstance(mixer, type) and issubclass(cls, mixer))
     others = ", ".join(str(i) for i in sorted(types) if own_type in types[i]) or "no layer"
     there = f"which is {' and '.join(types[layer])}" if layer in types else f"of {len(types)} layers"
     expect(

@@ -34,7 +34,7 @@ def kinds_of_mixer(field: Fields) -> dict[str, dict[str, Any]]:
             "nheads": field("linear_num_value_heads", 32),
             "headdim": field("linear_value_head_dim", 128),
             "d_state": field("linear_key_head_dim", 128),
-            "ngroups": field("linear_num_key_heads", 16),
+            "ngroups": field.number("linear_num_key_heads", 16),
             "d_conv": field("linear_conv_kernel_dim", 4),
             "norm_eps": eps,
         },

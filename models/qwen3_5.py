@@ -145,7 +145,7 @@ def _read_text(source: Mapping[str, Any]) -> dict[str, Any]:
     field = Fields("qwen3_5", source, HARMLESS)
     field.only("output_gate_type", "swish", "silu")
     config = model_config(field)
-    if source["model_type"] == "qwen3_5_moe_text":
+    if field("model_type") == "qwen3_5_moe_text":
         field.only("norm_topk_prob", True)
         feed_forward = mixture(field)
     else:

@@ -71,9 +71,10 @@ def _listed(choices: Sequence[object]) -> str:
 
 
 def expect_positive(where: str, **sizes: int) -> None:
-    """Check that every size is an int of at least 1."""
+    """Check that every size is an int of at least 1 that a tensor can have."""
     for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        expect_int64(where, name, size, "Give a positive size.")
+        if size < 1:
             raise ValueError(f"{where}: {name} must be an int of at least 1; got {size!r}. Give a positive size.")
 
 

@@ -50,8 +50,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except (ValueError, RuntimeError, OSError, ImportError) as error:
         said = " ".join(str(error).split()).removeprefix(f"{options.command}: ")  # which the line begins with anyway
-        print(f"replayssm {options.command}: {said}", file=sys.stderr)
-        return 2
+    except (MemoryError, OverflowError) as error:  # of Python itself, before torch was asked for anything
+        said = f"sizes must fit the memory of this machine; got {type(error).__name__} for these. Ask for smaller ones."
+    print(f"replayssm {options.command}: {said}", file=sys.stderr)
+    return 2
 
 
 class _Version(argparse.Action):

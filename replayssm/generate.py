@@ -225,6 +225,8 @@ def _prompts(ids: Prompts, attention_mask: Tensor | None, device: torch.device) 
             f"generate: ids must hold at least 1 prompt of at least 1 token each; got lengths {lengths}. "
             "Start an empty prompt with a token of your choice.",
         )
+        for extreme in (min(map(min, rows)), max(map(max, rows))):
+            expect_int64("generate", "ids", int(extreme), "Use ids of the tokenizer.")
         width = max(lengths)
         tokens = torch.tensor([[0] * (width - len(row)) + row for row in rows])
         mask = torch.arange(width) >= width - torch.tensor(lengths).unsqueeze(1)

@@ -113,6 +113,9 @@ def test_a_report_rewrites_its_blocks_and_its_plots_alone(
     other.write_text(json.dumps(made_up_document() | {"command": "replayssm bench prefill"}))
     with pytest.raises(ValueError, match=r"must be of replayssm bench kernel or .* got 'replayssm bench prefill'"):
         readme.run(argparse.Namespace(json=[other]))
+    other.write_text(json.dumps({key: value for key, value in made_up_document().items() if key != "gpu"}))
+    with pytest.raises(ValueError, match=r"must hold all that replayssm bench kernel writes; got one without 'gpu'"):
+        readme.run(argparse.Namespace(json=[other]))
     assert page.read_text(encoding="utf-8") == text
 
 
@@ -174,7 +177,10 @@ def test_the_plot_of_a_verification_shows_every_cost_and_what_is_published() -> 
     assert not list(ElementTree.fromstring(verify_report.plots(document)[verify_report.PLOT])[3].iter(f"{svg}polygon"))
 
 
-@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"{", b"[1]", b'{"runs": []}'])
+OTHER = [b"", b"\xff\xfe", b"{", b"[1]", b'{"runs": []}', b'{"command": 1, "date": "", "runs": []}']
+
+
+@pytest.mark.parametrize("content", OTHER)
 def test_a_report_of_another_file_is_refused_by_name(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "other.json"
     path.write_bytes(content)

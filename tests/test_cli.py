@@ -163,6 +163,8 @@ def test_the_text_ends_where_the_model_ends_it(tmp_path: Path, capsys: pytest.Ca
     [
         (["--model", "no/such/folder"], ["no/such/folder"]),
         (["--window", "-1"], ["window must be", "got -1"]),
+        (["--window", f"{10**20}"], ["window must be", "64 bits"]),
+        (["--max-new-tokens", f"{10**20}"], ["max_seqlen must be", "64 bits"]),
         (["--top-p", "1.5", "--temperature", "1"], ["top_p must be", "got 1.5"]),
         (["--device", "abacus"], ["--device must be", "got abacus"]),
         (["--compare", "--temperature", "0.5"], ["--compare must go with", "got temperature 0.5"]),
@@ -424,6 +426,8 @@ def test_a_text_can_be_written_with_smaller_states(capsys: pytest.CaptureFixture
         (["--gpu", "abacus"], ["gpu must be one of H200", "got 'abacus'"]),
         (["--model", "no/such/folder"], ["model must be", "qwen3.5-4b", "got 'no/such/folder'"]),
         (["--window", "2", "--drafts", "3"], ["window must be", "step_tokens=4"]),
+        (["--batch", f"{10**20}"], ["batch must be", "64 bits"]),
+        (["--drafts", f"{10**20}"], ["step_tokens must be", "64 bits"]),
         (["--checkpoint", "fp3"], ["checkpoint must be one of 'fp32'", "got 'fp3'"]),
         (["--read-format", "fp3"], ["read_format must be one of None", "got 'fp3'"]),
     ],
@@ -453,3 +457,27 @@ def test_bench_is_a_command_and_times_nothing_without_a_gpu(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert cli.main(["bench", "kernel"]) == 0
     assert "nothing was timed" in " ".join(capsys.readouterr().out.lower().split())
+
+
+@pytest.mark.parametrize("bench", ["kernel", "verify", "speculative", "prefill", "drift"])
+@pytest.mark.parametrize("out", ["", "folder", "file/there", "file"])
+def test_figures_that_could_not_be_written_are_not_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, bench: str, out: str
+) -> None:
+    def measured(options: object) -> int:
+        raise AssertionError("measured")
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(replayssm.bench.command.COMMANDS[bench], "run", measured)
+    with pytest.raises(AssertionError if out == "file" else SystemExit, match="measured" if out == "file" else "2"):
+        cli.main(["bench", bench, "--out", out])
+    assert out == "file" or "--out: must be a file" in capsys.readouterr().err
+
+
+def test_a_bench_beyond_the_memory_of_the_machine_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "drift", "--tokens", str(10**22)]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert re.fullmatch(r"replayssm bench: sizes must fit .+; got OverflowError .+\. .+\n", printed.err)

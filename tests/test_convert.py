@@ -220,7 +220,7 @@ class Bomb:
         return (Path.touch, (self.marker,))
 
 
-@pytest.mark.parametrize("content", ["bomb", "list", "noise"])
+@pytest.mark.parametrize("content", ["bomb", "list", "noise", "meta"])
 def test_rc29_a_pickle_of_anything_else_is_refused_and_does_not_run(tmp_path: Path, content: str) -> None:
     source = tmp_path / "source"
     source.mkdir()
@@ -229,12 +229,41 @@ def test_rc29_a_pickle_of_anything_else_is_refused_and_does_not_run(tmp_path: Pa
     if content == "noise":
         path.write_bytes(b"\x80\x02noise")
     else:
-        torch.save({"a": Bomb(tmp_path / "marker")} if content == "bomb" else [torch.ones(1)], path)
+        bomb, meta = Bomb(tmp_path / "marker"), torch.ones(1, device="meta")
+        torch.save({"bomb": {"a": bomb}, "list": [torch.ones(1)], "meta": {"a": meta}}[content], path)
     with pytest.raises(ValueError, match=r"pytorch_model\.bin must") as raised:
         convert(source, tmp_path / "ours", to="replayssm")
-    assert content == "list" or "weights_only" in str(raised.value)
+    assert content in ("list", "meta") or "weights_only" in str(raised.value)
     assert not (tmp_path / "marker").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
+
+
+@pytest.mark.parametrize("files", [None, 5, [], {"a": 1}, {"a": 1, "b": "x"}, {"a": [1]}, {"a": "../x"}, {"a": "."}])
+def test_an_index_of_pickles_that_is_none_is_refused(tmp_path: Path, files: object) -> None:
+    (tmp_path / hub.CONFIG).write_text(json.dumps(STATE_SPACES))
+    (tmp_path / hub.PICKLES[1]).write_text(json.dumps({"weight_map": files}))
+    with pytest.raises(ValueError, match=r"^convert: .*pytorch_model\.bin\.index\.json must .*; got "):
+        convert(tmp_path, tmp_path / "ours", to="replayssm")
+
+
+def test_a_link_to_nowhere_is_in_the_way_before_anything_is_read(tmp_path: Path) -> None:
+    (tmp_path / "target").symlink_to(tmp_path / "nowhere")
+    STOCK["mamba2"].write(tmp_path / "source")
+    with pytest.raises(ValueError, match="target must not exist"):
+        convert(tmp_path / "source", tmp_path / "target", to="replayssm")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source", "target"]
+
+
+@pytest.mark.parametrize("layout", [None, {}, 5], ids=str)
+def test_a_layout_that_loading_did_not_write_is_refused(tmp_path: Path, layout: object) -> None:
+    STOCK["mamba2"].write(tmp_path / "source")
+    convert(tmp_path / "source", tmp_path / "ours", to="replayssm")
+    path = tmp_path / "ours" / hub.CONFIG
+    own = json.loads(path.read_text())
+    path.write_text(json.dumps({**own, "source": {**own["source"], "layout": layout}}))
+    with refused(ValueError, "layout"):
+        HybridLM.from_pretrained(tmp_path / "ours")
+        families.links_of("HybridLM.from_pretrained", json.loads(path.read_text()))
 
 
 def test_an_interrupted_conversion_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

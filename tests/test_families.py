@@ -7,7 +7,9 @@ import pytest
 import torch
 from budgets import assert_e16, assert_e32, assert_same_bits, e32, rms
 from draws import DEVICE
-from refusals import refused
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from refusals import TEMPLATE, refused
 from safetensors.torch import load_file, save_file
 from stock_models import STOCK, VOCAB, stock_decoded, stock_logits
 
@@ -399,6 +401,69 @@ def test_rc36_a_config_that_contradicts_itself_is_refused(name: str, changed: di
         changed = {"text_config": text}
     with refused(ValueError, *words):
         family.read_config({**source, **changed})
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
+    """config.json of a tiny model of each family."""
+    found = {}
+    for name, stock in STOCK.items():
+        folder = tmp_path_factory.mktemp("source")
+        stock.write(folder)
+        found[name] = json.loads((folder / "config.json").read_text())
+    return found
+
+
+def assert_understood_or_refused(source: dict) -> None:
+    """The config of a file leads to a model and its links, or to an error that says what is wrong."""
+    said = None
+    try:
+        config = families.adopt("HybridLM.from_pretrained", source, {})
+        HybridLM(config, device="meta")
+        families.links_of("HybridLM.from_pretrained", config)
+    except NotImplementedError:
+        return
+    except ValueError as error:
+        said = str(error)
+    assert said is None or TEMPLATE.match(said), said
+
+
+@pytest.mark.parametrize(
+    ("name", "changed"),
+    [
+        ("bamba", {"hidden_size": None}),
+        ("bamba", {"num_attention_heads": 0}),
+        ("bamba", {"attn_layer_indices": 1}),
+        ("bamba", {"rope_parameters": "default"}),
+        ("bamba", {"rope_parameters": {"partial_rotary_factor": float("inf")}}),
+        ("kimi_linear", {"layer_types": 3}),
+        ("kimi_linear", {"num_shared_experts": None}),
+        ("granitemoehybrid", {"shared_intermediate_size": None}),
+        ("qwen3_next", {"linear_num_key_heads": None}),
+        ("qwen3_5", {"text_config": {}}),
+        ("qwen3_5", {"text_config": 5}),
+        ("qwen3_5", {"text_config": {"hidden_size": 24, "vocab_size": 61}}),
+    ],
+    ids=str,
+)
+def test_a_value_of_another_kind_in_a_config_is_refused(sources: dict[str, dict], name: str, changed: dict) -> None:
+    with refused(ValueError, "must"):
+        families.adopt("HybridLM.from_pretrained", {**sources[name], **changed}, {})
+    assert_understood_or_refused({**sources[name], **changed})
+
+
+@given(data=st.data(), name=st.sampled_from(sorted(STOCK)))
+@settings(max_examples=60)
+def test_any_change_of_a_config_is_understood_or_refused(sources: dict[str, dict], data, name: str) -> None:
+    source = json.loads(json.dumps(sources[name]))
+    part = source["text_config"] if "text_config" in source and data.draw(st.booleans()) else source
+    field = data.draw(st.sampled_from(sorted(part)))
+    values = [None, True, -1, 0, 3, 1.5, float("inf"), "silu", [], [0], [None], {}, {"a": 1}]
+    if data.draw(st.booleans()):
+        part[field] = data.draw(st.sampled_from(values))
+    else:
+        del part[field]
+    assert_understood_or_refused(source)
 
 
 def test_experts_stacked_in_the_file_and_each_by_itself_are_the_same_model(tmp_path: Path) -> None:

@@ -162,6 +162,8 @@ def test_equal_probabilities_at_the_edge_of_top_p_keep_the_smallest_set():
         (torch.zeros(3, dtype=torch.int64), {}, ["ids must", "(3,)"]),
         (torch.zeros(1, 3), {}, ["ids must", "float32"]),
         ([[1]], {"max_new_tokens": 0}, ["max_new_tokens must", "got 0"]),
+        ([[1]], {"max_new_tokens": 2**63}, ["max_new_tokens must", "64 bits"]),
+        ([[1, 2**63]], {}, ["ids must", "64 bits", f"got {2**63}"]),
         ([[1]], {"temperature": -1.0}, ["temperature must", "got -1.0"]),
         ([[1]], {"top_k": 0}, ["top_k must", "got 0"]),
         ([[1]], {"top_p": 0.0}, ["top_p must", "got 0.0"]),

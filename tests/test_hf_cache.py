@@ -261,3 +261,10 @@ def test_a_decode_step_costs_one_token():
     model.generate(prompts(5)["input_ids"], max_new_tokens=4, do_sample=False)
     handle.remove()
     assert lengths == [5, 1, 1, 1]
+
+
+def test_a_forward_without_tokens_is_refused_by_the_layer_that_gets_none():
+    model = FAMILIES["qwen3_5"].build()
+    hf.patch(model)
+    with torch.no_grad(), pytest.raises(ValueError, match=r"\(layer 0\): a step must have at least 1 token; got t=0"):
+        model(torch.zeros(2, 0, dtype=torch.int64), use_cache=True)

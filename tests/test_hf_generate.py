@@ -218,6 +218,23 @@ def test_a_llama_can_assist_a_patched_model():
     assert torch.equal(model.generate(REPEATED, max_new_tokens=30, do_sample=False, **drafts), greedy)
 
 
+@pytest.mark.parametrize("name", ["bamba", "falcon_h1", "qwen3_next"])
+@pytest.mark.parametrize("layers", [1, 2])
+def test_an_early_exit_gives_the_greedy_tokens_or_leaves_the_model_as_it_was(name, layers):
+    """Its drafts come from the first layers, over a cache of their own, which transformers cannot always make."""
+    model = FAMILIES[name].build()
+    greedy = model.generate(REPEATED, max_new_tokens=12, do_sample=False)
+    hf.patch(model)
+    number = model.config.num_hidden_layers
+    try:
+        early = model.generate(REPEATED, max_new_tokens=12, do_sample=False, assistant_early_exit=layers)
+    except (ValueError, IndexError, TypeError):
+        early = greedy
+    assert torch.equal(early, greedy)
+    assert model.config.num_hidden_layers == number
+    assert torch.equal(model.generate(REPEATED, max_new_tokens=12, do_sample=False), greedy)
+
+
 def test_a_turn_after_assisted_generation_continues_its_cache():
     model, second = FAMILIES["qwen3_5"].build(), prompts(20, seed=2)["input_ids"]
     turns = {"do_sample": False, "max_new_tokens": 12}

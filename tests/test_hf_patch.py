@@ -2,6 +2,8 @@
 
 import copy
 import gc
+import io
+import pickle
 import subprocess
 import sys
 import types
@@ -109,9 +111,10 @@ def test_bad_arguments_change_nothing(arguments, error, message):
         hf.register(**arguments)
 
 
-def test_what_is_no_model_is_refused():
+@pytest.mark.parametrize("call", [hf.patch, hf.unpatch])
+def test_what_is_no_model_is_refused(call):
     with pytest.raises(ValueError, match="model must be a module; got str"):
-        hf.patch("org/name")
+        call("org/name")
 
 
 @pytest.mark.parametrize("version", ["4.57.1", "5.16.0", "5.25.0.dev0", "7.0.0"])
@@ -224,6 +227,29 @@ def test_a_copy_of_a_patched_model_replays_with_its_own_weights():
     hf.unpatch(model)
     assert torch.equal(tokens(twin), stock)
     assert type(twin.model.layers[0].mixer).__name__ == "ReplayNemotronHMamba2Mixer"
+
+
+@pytest.mark.parametrize("way", ["pickle", "torch.save"])
+def test_a_pickled_model_replays_and_can_be_unpatched(family, way):
+    model = family.build()
+    stock = tokens(model)
+    before = {name: type(module) for name, module in model.named_modules()}
+    hf.patch(model, window=4, step_tokens=3)
+    file = io.BytesIO()
+    (pickle.dump if way == "pickle" else torch.save)(model, file)
+    file.seek(0)
+    twin = pickle.load(file) if way == "pickle" else torch.load(file, weights_only=False)
+    for name, module in model.named_modules():
+        assert type(twin.get_submodule(name)) is type(module), name
+        assert twin.get_submodule(name).__dict__.get("_replay") == module.__dict__.get("_replay"), name
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    assert torch.equal(tokens(twin), stock)
+    assert ("generate" in twin.__dict__) == ("generate" in model.__dict__)
+    hf.unpatch(twin)
+    assert {name: type(module) for name, module in twin.named_modules()} == before
+    assert "generate" not in twin.__dict__
+    assert torch.equal(tokens(twin), stock)
 
 
 def test_a_patched_model_is_freed_without_the_garbage_collector():

@@ -4,6 +4,7 @@ import json
 import pickle
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,8 @@ from hypothesis import strategies as st
 from refusals import TEMPLATE, refused
 from safetensors.torch import load_file, save_file
 
-from replayssm import hub
+from replayssm import ReplayMamba2, hub
+from replayssm.drafters import MTPHead
 from replayssm.hub import writing
 from replayssm.models import ByteTokenizer, HybridLM, from_pretrained
 
@@ -95,6 +97,37 @@ def test_small_sensitive_parameters_keep_the_precision_of_the_file(folder, dtype
     assert model(token_ids(2, 5)).dtype == dtype
     model = HybridLM.from_pretrained(folder, dtype=torch.float64)
     assert {tensor.dtype for tensor in model.state_dict().values()} == {torch.float64}
+
+
+@pytest.mark.parametrize("load", [HybridLM.from_pretrained, partial(ReplayMamba2.from_pretrained, layer=0)])
+@pytest.mark.parametrize("dtype", ["float16", torch.int32, torch.complex64, torch.float8_e4m3fn], ids=str)
+def test_a_dtype_that_no_model_computes_in_is_refused(folder, load, dtype):
+    with refused(ValueError, "dtype must", "bfloat16", repr(dtype)):
+        load(folder, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float16", torch.int8, torch.float8_e4m3fn], ids=str)
+def test_a_dtype_that_nothing_is_loaded_from_is_not_written(tmp_path, dtype):
+    """Cast to it, most weights would be lost."""
+    model = build(config(MAMBA2, MLP), dtype=torch.float32)
+    model.mtp = MTPHead(model.config["d_model"], 8)
+    for write in (lambda: model.save_pretrained(tmp_path, dtype), lambda: model.save_mtp(tmp_path / "mtp", dtype)):
+        with refused(ValueError, "dtype must", repr(dtype)):
+            write()
+    with refused(ValueError, "HybridLM: dtype must"):
+        HybridLM(model.config, dtype=dtype)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_without_values_is_not_written(tmp_path):
+    with refused(ValueError, "weights must", "embed.weight"):
+        HybridLM(config(MAMBA2, MLP), device="meta").save_pretrained(tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+
+
+def test_weights_do_not_go_to_meta(folder):
+    with refused(ValueError, "device must", "got meta"):
+        HybridLM.from_pretrained(folder, device="meta")
 
 
 def test_a_file_may_be_smaller_than_the_model_computes_in(tmp_path):
@@ -198,7 +231,11 @@ def test_a_pickle_is_never_opened(folder, tmp_path):
     assert not (tmp_path / "marker").exists()
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b'"text"', b"\xff\xfe", b'{"vocab_size": 61,}'])
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"[1]", b'"text"', b"\xff\xfe", b'{"vocab_size": 61,}', b"[" * 10**5, b"9" * 10**4],
+    ids=lambda content: str(content[:20]),
+)
 def test_a_config_that_is_no_json_object_is_refused(folder, content):
     (folder / "config.json").write_bytes(content)
     with refused(ValueError, "config.json"):

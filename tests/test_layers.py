@@ -186,6 +186,7 @@ def test_a_state_of_another_layer_is_refused():
     [
         (M, {"ngroups": 4}, ["nheads must be a multiple of ngroups=4", "got 6"]),
         (M, {"ngroups": 0}, ["ngroups must", "got 0"]),
+        (M, {"d_conv": 2**63}, ["d_conv must", "64 bits"]),
         (M, {"d_conv": 0}, ["d_conv must", "got 0"]),
         (M, {"norm": "first"}, ["norm must", "gate_first", "norm_first"]),
         (M, {"norm_groups": 7}, ["must", "multiple", "7"]),

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from stock_models import STOCK
 from test_weights import shard
 
-from replayssm import ReplayGatedDeltaNet, ReplayKDA, ReplayMamba2, hub
+from replayssm import ReplayGatedDeltaNet, ReplayKDA, ReplayLayer, ReplayMamba2, hub
 from replayssm.hub import weights
 from replayssm.models import HybridLM
 
@@ -82,6 +82,11 @@ def test_a_layer_of_a_saved_model_is_found_by_its_block(tmp_path: Path, cls: typ
 
 def test_a_layer_of_the_bundled_model() -> None:
     assert ReplayMamba2.from_pretrained("tiny", layer=0).d_model == 256
+
+
+def test_the_base_of_all_layers_is_none_of_a_file() -> None:
+    with refused(ValueError, "ReplayLayer.from_pretrained", "ReplayMamba2"):
+        ReplayLayer.from_pretrained("tiny", layer=0)
 
 
 def test_only_files_and_tensors_of_the_layer_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """The options that the measurements of kernels share."""
 
 import argparse
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,9 +25,18 @@ def add_cases(parser: argparse.ArgumentParser, batches: Sequence[int]) -> None:
 def add_output(parser: argparse.ArgumentParser) -> None:
     """Add where the figures go."""
     parser.add_argument(
-        "--out", type=Path, help="the JSON file; default: one named after the device, in bench/results/"
+        "--out", type=writable, help="the JSON file; default: one named after the device, in bench/results/"
     )
     parser.add_argument("--commit", help="what was measured, where the source is not a git checkout")
+
+
+def writable(text: str) -> Path:
+    """A file that can be written: found out before anything is measured."""
+    path = Path(text)
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise argparse.ArgumentTypeError(f"must be a file in a folder that can be written to; got {text!r}")
+    return path
 
 
 def chosen_cases(options: argparse.Namespace) -> list[Case]:

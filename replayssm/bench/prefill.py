@@ -6,7 +6,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 from replayssm.bench import report
 from replayssm.bench.cases import CASES, Case
 from replayssm.bench.machine import about, slug
+from replayssm.bench.options import writable
 from replayssm.bench.progress import Progress
 from replayssm.ops import chunked
 from replayssm.ops.records import Records
@@ -38,7 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokens", nargs="+", type=int, default=list(TOKENS), help=f"default: {' '.join(map(str, TOKENS))}"
     )
-    parser.add_argument("--out", type=Path, help="the JSON file; default: one named after the GPU, in bench/results/")
+    parser.add_argument(
+        "--out", type=writable, help="the JSON file; default: one named after the GPU, in bench/results/"
+    )
     parser.add_argument("--commit", help="what was measured, where the source is not a git checkout")
 
 

@@ -46,8 +46,14 @@ def run(options: argparse.Namespace) -> int:
     for path in paths:
         document = report.load(path)
         bench = _bench_of(path, document["command"])
-        text = report.with_block(text, bench, REPORTS[bench].block(document))
-        plots |= REPORTS[bench].plots(document)
+        try:
+            block, drawings = REPORTS[bench].block(document), REPORTS[bench].plots(document)
+        except KeyError as error:
+            raise ValueError(
+                f"{path} must hold all that replayssm bench {bench} writes; got one without {error}. Measure again."
+            ) from error
+        text = report.with_block(text, bench, block)
+        plots |= drawings
     for name, drawing in plots.items():
         (ROOT / name).write_text(drawing, encoding="utf-8")
     readme.write_text(text, encoding="utf-8")

@@ -30,7 +30,8 @@ def load(path: Path) -> dict[str, Any]:
         document = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:  # of the decoding, too
         raise ValueError(f"{path} must be JSON; got {error}. {remedy}") from error
-    if not isinstance(document, dict) or not {"command", "date", "runs"} <= document.keys():
+    kinds = {"command": str, "date": str, "runs": list}
+    if not isinstance(document, dict) or not all(isinstance(document.get(key), kind) for key, kind in kinds.items()):
         raise ValueError(f"{path} must hold a measurement; got other JSON. {remedy}")
     return document
 

@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from replayssm.cache.step import OwnCache, StatefulModule
+from replayssm.cache.step import Clock, OwnCache, StatefulModule
 from replayssm.cache.stored_state import check_formats
 from replayssm.checks import expect, expect_int64, expect_integers, expect_positive, expect_shape
 
@@ -34,6 +34,9 @@ def check_arguments(
             f'{where}: window must be "auto", 0 or at least step_tokens={step_tokens}; got {window!r}. '
             f"Choose window={step_tokens} or more, or 0 to fold at every step.",
         )
+        expect_int64(where, "window", window, "Choose a smaller window.")
+    slots = Clock.slots_for(step_tokens if isinstance(window, str) else window, step_tokens)
+    expect_int64(where, "window + step_tokens", slots, "Choose smaller ones.")
     check_formats(where, checkpoint, read_format)
 
 

@@ -212,6 +212,7 @@ class ReplayLinearLayer(LinearAttentionCacheLayerMixin):
 
     def _alloc(self, batch: int, geometry: Geometry, dtype: torch.dtype, device: torch.device) -> ReplayStateCache:
         cache = ReplayStateCache(_Allocator(geometry, dtype), batch, device=device, **self.options._asdict())
+        cache[0].name = f"layer {self.layer_idx}"
         cache[0].index = self.layer_idx  # each layer rounds by random numbers of its own
         return cache
 

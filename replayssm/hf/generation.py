@@ -1,6 +1,6 @@
 """Assisted generation for models whose recurrent layers all replay: what transformers asks of a model instance."""
 
-import types
+from functools import partial
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -14,7 +14,7 @@ CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 def allow_assistance(model: PreTrainedModel) -> None:
     """Let ``generate`` of this instance take drafts; both attributes shadow those of its class."""
     model.__dict__["_is_stateful"] = False  # generate refuses to roll back what says True
-    model.__dict__["generate"] = types.MethodType(_generate, model)
+    model.__dict__["generate"] = partial(_generate, model)  # a method would not be found again after unpickling
 
 
 def forbid_assistance(model: PreTrainedModel) -> None:
@@ -28,7 +28,13 @@ def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     Assisted generation lets a cache hold back tokens and does not say when it ends. The next turn's prompt would be
     taken for drafts, and refused if it is long. A model that drafts is called for every round, so its cache goes on.
     """
-    output = type(self).generate(self, *args, **kwargs)
+    settings = self.base_model.config.__dict__
+    layers = settings.get("num_hidden_layers")
+    try:
+        output = type(self).generate(self, *args, **kwargs)
+    finally:  # assistant_early_exit lowers it while it drafts, and leaves it so where that fails
+        if layers is not None:
+            settings["num_hidden_layers"] = layers
     config = kwargs.get("generation_config")
     if config is not None and config.is_assistant:
         return output

@@ -59,6 +59,10 @@ class ReplayMixer:
     stock: Any  # the mixer's own class
     core: Any
 
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Copied and pickled under the name of its own class: the one that replays is made again where it is loaded."""
+        return _blank, (self.stock,), self.__dict__
+
     def forward(
         self,
         hidden_states: Tensor,
@@ -117,6 +121,12 @@ def retyped(stock: Any) -> Any:
     """The class that replays in place of a known one; it is one of its subclasses."""
     body = {"__module__": __name__, "stock": stock, "core": MIXERS[stock.__name__].core}
     return type(f"Replay{stock.__name__}", (ReplayMixer, stock), body)
+
+
+def _blank(stock: Any) -> Any:
+    """An instance without attributes of the class that replays; they are its state."""
+    cls = retyped(stock)
+    return cls.__new__(cls)
 
 
 def rebind(module: nn.Module, old: Any, new: Any) -> None:

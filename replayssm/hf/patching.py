@@ -64,8 +64,7 @@ def patch(
         NotImplementedError: a format that does not exist.
     """
     expect_transformers("hf.patch")
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"hf.patch: model must be a module; got {type(model).__name__}. Pass the loaded model.")
+    _expect_module("hf.patch", model)
     options = Options(window, step_tokens, checkpoint, read_format)
     options.check()
     report, mixers = Report(), []
@@ -100,7 +99,11 @@ def unpatch(model: nn.Module) -> None:
     """Undo ``patch``: every module is what it was, adapters and hooks that came later included.
 
     A cache that the patched model has filled serves it no longer. A model that is not patched stays as it is.
+
+    Raises:
+        ValueError: it is no module.
     """
+    _expect_module("hf.unpatch", model)
     for module in model.modules():
         if isinstance(module, ReplayMixer):
             replaying, stock = type(module), module.stock
@@ -110,6 +113,13 @@ def unpatch(model: nn.Module) -> None:
     for part in _stateful_models(model):
         if part.__dict__.pop(MARK, None) is not None:
             forbid_assistance(part)
+
+
+def _expect_module(where: str, model: object) -> None:
+    expect(
+        isinstance(model, nn.Module),
+        f"{where}: model must be a module; got {type(model).__name__}. Pass the loaded model.",
+    )
 
 
 def _obstacle(module: nn.Module) -> str | None:

@@ -117,7 +117,7 @@ def read_json(where: str, path: Path) -> dict[str, Any]:
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # no JSON, no text, a number or a nesting beyond what Python reads
         raise ValueError(f"{where}: {path} must be JSON; got {error}. Restore or correct the file.") from error
     expect(
         isinstance(content, dict),

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from replayssm.checks import expect
-from replayssm.hub.folders import Folder, read_json
-from replayssm.hub.weights import PICKLES
+from replayssm.hub.folders import Folder
+from replayssm.hub.weights import PICKLES, files_of
 
 
 class Pickles:
@@ -27,7 +27,7 @@ class Pickles:
         if single is not None:
             paths = [single]
         elif index is not None:
-            names = sorted(set(read_json(where, index).get("weight_map", {}).values()))
+            names = sorted(set(files_of(where, index).values()))
             inside = [name for name in names if Path(name).name == name]
             expect(
                 inside == names and len(names) > 0,
@@ -77,7 +77,9 @@ def _load(where: str, path: Path) -> dict[str, Tensor]:
         ) from error
     expect(
         isinstance(content, dict)
-        and all(isinstance(key, str) and isinstance(value, Tensor) for key, value in content.items()),
-        f"{where}: {path} must hold a dict of tensors; got {type(content).__name__}. Save the state dict of the model.",
+        and all(isinstance(key, str) and isinstance(value, Tensor) for key, value in content.items())
+        and not any(value.is_quantized or value.is_meta for value in content.values()),
+        f"{where}: {path} must hold a dict of tensors, neither quantised nor on meta; got {type(content).__name__}. "
+        "Save the state dict of the model.",
     )
     return content

@@ -87,11 +87,7 @@ class Weights:
         return sum(entry.nbytes for entry in self.entries.values())
 
     def _read_index(self, where: str, path: Path) -> None:
-        files: Any = read_json(where, path).get("weight_map")
-        expect(
-            isinstance(files, dict) and all(isinstance(file, str) for file in files.values()),
-            f"{where}: {path} must hold weight_map, the file of each tensor; got {files!r:.80}. Restore the file.",
-        )
+        files = files_of(where, path)
         wanted = {key: file for key, file in files.items() if self._wanted is None or self._wanted(key)}
         for name in sorted(set(wanted.values())):
             shard = self._shard(name)
@@ -139,6 +135,20 @@ class Weights:
                 self.entries[key] = torch.empty(shape, dtype=DTYPES[dtype], device="meta")
                 self._files[key] = path
         return True
+
+
+def files_of(where: str, index: Path) -> dict[str, str]:
+    """The file of each tensor, by an index.
+
+    Raises:
+        ValueError: the index does not say.
+    """
+    files: Any = read_json(where, index).get("weight_map")
+    expect(
+        isinstance(files, dict) and all(isinstance(file, str) for file in files.values()),
+        f"{where}: {index} must hold weight_map, the file of each tensor; got {files!r:.80}. Restore the file.",
+    )
+    return files
 
 
 def _missing(where: str, folder: Folder, name: str) -> str:
