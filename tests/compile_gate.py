@@ -191,7 +191,8 @@ def launches(target: str) -> Iterator[tuple[Callable[..., None], Case, int, int,
 
 
 def resources(kernel: Any) -> dict[str, Any]:
-    """Bytes of stack and of shared memory, registers of a thread, and whether products are rounded to TF32.
+    """Bytes of stack and of shared memory, registers of a thread, and whether products are rounded to TF32; on NVIDIA's
+    targets also how many instructions the kernel has.
 
     Three passes that make up for the rounding may be asked for ("tf32x3"); they multiply in threes, tiles in powers of
     two.
@@ -208,10 +209,11 @@ def resources(kernel: Any) -> dict[str, Any]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        command = [knobs.nvidia.cuobjdump.path, "-res-usage", "-sass", file.name]
         said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", said).groups())
-    return found | dict(stack=stack, registers=registers)
+    instructions = len(re.findall(r"/\*[0-9a-f]{4,}\*/ .*;", said))
+    return found | dict(stack=stack, registers=registers, instructions=instructions)
 
 
 def main(target: str) -> None:

@@ -16,6 +16,15 @@ import replayssm.cache.step
 from replayssm import ReplayStateCache
 
 
+def test_layers_may_come_from_an_iterator_and_nothing_else_than_layers():
+    layers = [M.build(), G.build()]
+    sizes = [ReplayStateCache(given, 2).nbytes for given in (layers, iter(layers))]
+    assert sizes[0] == sizes[1] == ReplayStateCache.estimate(iter(layers), 2)["total"] > 0
+    for given, named in ((5, "got int with int"), ("name", "got str with str"), ([layers[0], None], "with NoneType")):
+        with refused(ValueError, "model must", named):
+            ReplayStateCache(given, 2)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

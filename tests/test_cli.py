@@ -459,7 +459,7 @@ def test_bench_is_a_command_and_times_nothing_without_a_gpu(
     assert "nothing was timed" in " ".join(capsys.readouterr().out.lower().split())
 
 
-@pytest.mark.parametrize("bench", ["kernel", "verify", "speculative", "prefill", "drift"])
+@pytest.mark.parametrize("bench", ["kernel", "verify", "speculative", "prefill", "drift", "hf"])
 @pytest.mark.parametrize("out", ["", "folder", "file/there", "file"])
 def test_figures_that_could_not_be_written_are_not_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, bench: str, out: str

@@ -40,9 +40,22 @@ def check_arguments(
     check_formats(where, checkpoint, read_format)
 
 
+def listed(model: nn.Module | Iterable[nn.Module]) -> nn.Module | list[nn.Module]:
+    """A module, or layers as a list, which may be gone through more than once."""
+    if isinstance(model, nn.Module):
+        return model
+    layers = list(model) if isinstance(model, Iterable) else [model]
+    strangers = sorted({type(layer).__name__ for layer in layers if not isinstance(layer, nn.Module)})
+    expect(
+        not strangers,
+        f"ReplayStateCache: model must be a module or a list of modules; got {type(model).__name__} with "
+        f"{', '.join(strangers)}. Give the model, or its layers.",
+    )
+    return layers
+
+
 def stateful_modules(model: nn.Module | Sequence[nn.Module]) -> Iterator[tuple[str, StatefulModule]]:
     """Names and modules that keep a state, in module order, but for parts with a cache of their own."""
-    _expect_modules(model)
     if isinstance(model, nn.Module):
         found = [(name or type(module).__name__, module) for name, module in _modules(model)]
     else:
@@ -61,16 +74,6 @@ def stateful_modules(model: nn.Module | Sequence[nn.Module]) -> Iterator[tuple[s
             )
             seen.add(id(module))
             yield name, module
-
-
-def _expect_modules(model: object) -> None:
-    layers = [] if isinstance(model, nn.Module) else list(model) if isinstance(model, Iterable) else [model]
-    strangers = [type(layer).__name__ for layer in layers if not isinstance(layer, nn.Module)]
-    expect(
-        not strangers,
-        f"ReplayStateCache: model must be a module or a list of modules; got {type(model).__name__} with "
-        f"{', '.join(strangers)}. Give the model, or its layers.",
-    )
 
 
 def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -9,7 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from replayssm.cache import auto_window
-from replayssm.cache.arguments import Window, check_arguments, device_of, listed_rows, seeds_of, stateful_modules
+from replayssm.cache.arguments import (
+    Window,
+    check_arguments,
+    device_of,
+    listed,
+    listed_rows,
+    seeds_of,
+    stateful_modules,
+)
 from replayssm.cache.kept import check_kept, count_kept
 from replayssm.cache.layer_state import LayerState
 from replayssm.cache.ring import keep_path
@@ -74,6 +82,7 @@ class ReplayStateCache:
         device: torch.device | str | None = None,
     ):
         check_arguments(batch, window, step_tokens, max_seqlen, checkpoint, read_format)
+        model = listed(model)
         modules = dict(stateful_modules(model))
         on_device = torch.device(device) if device is not None else device_of(model)
         self.batch = batch
@@ -328,12 +337,13 @@ class ReplayStateCache:
         if isinstance(model, Mapping):
             from replayssm.models import HybridLM  # a config names layers, which only the models know
 
-            model = HybridLM(dict(model), device="meta")
-        assert not isinstance(model, Mapping)
+            modules: nn.Module | list[nn.Module] = HybridLM(dict(model), device="meta")
+        else:
+            modules = listed(model)
         if backend == "auto":
-            backend = decode.automatic(torch.device(device) if device is not None else device_of(model))
+            backend = decode.automatic(torch.device(device) if device is not None else device_of(modules))
         cache = cls(
-            model,
+            modules,
             batch,
             window=window,
             step_tokens=step_tokens,

@@ -13,16 +13,15 @@ from triton.runtime.jit import constexpr_function
 
 from replayssm.ops.triton_rounding import power_of_two
 
+# Axes: P headdim, N d_state; p and n are indices of rows and keys of a state, t of new tokens.
+
+SHRUNK = tl.constexpr(2.0**10)  # numbers come so many times too small, to stay below the largest fp16
+
 
 @constexpr_function
 def speaks_ptx() -> bool:
     """Whether a kernel may say in PTX what a compiler does not see."""
     return not knobs.runtime.interpret and is_cuda()
-
-
-# Axes: P headdim, N d_state; p and n are indices of rows and keys of a state, t of new tokens.
-
-SHRUNK = tl.constexpr(2.0**10)  # numbers come so many times too small, to stay below the largest fp16
 
 
 @triton.jit

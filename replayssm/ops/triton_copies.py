@@ -56,17 +56,18 @@ def copy_kernel(
         )  # fmt: skip
         remaining = tl.exp(elapsed)
         column = tl.arange(0, 2 if DELTA else 1)  # q and k are columns of one product
-        x = tl.where(column[:, None] == 0, q_now, 0.0)
-        if DELTA:
-            x = tl.where(column[:, None] == 1, k_now, x)
+        x = tl.where(column[:, None] == 0, q_now, k_now)
         if CHANNEL:
             held = HELD(planes, plane_strides, row, head, first_p, x * remaining, P, N, BLOCK_P, BLOCK_N)
         else:
             held = HELD(planes, plane_strides, row, head, first_p, x, P, N, BLOCK_P, BLOCK_N) * remaining
-        for_q += tl.sum(tl.where(column == 0, held, 0.0), axis=1)
         u_now = v_now
         if DELTA:
-            u_now -= for_k + tl.sum(tl.where(column == 1, held, 0.0), axis=1)
+            held_q, held_k = tl.split(held)
+            for_q += held_q
+            u_now -= for_k + held_k
+        else:
+            for_q += tl.sum(held, axis=1)
         u_now *= beta_now
         tl.store(y + (at * H + head) * P + p, for_q + u_now * tl.sum(k_now * q_now), mask=p < P)
         # this slot is none that a program of this launch may read

@@ -45,13 +45,12 @@ def times(a, b, found):
     else:  # what is left out is below 2^-24 of the product
         a1, a2, a3 = _pieces(a)
         b1, b2, b3 = _pieces(b)
-        # summed apart: tensor cores cut off the digits that do not fit beside the largest number of a sum
-        small = tl.dot(a3, b1, input_precision="ieee")
-        small = tl.dot(a1, b3, small, input_precision="ieee")
-        small = tl.dot(a2, b2, small, input_precision="ieee")
-        small = tl.dot(a2, b1, small, input_precision="ieee")
-        small = tl.dot(a1, b2, small, input_precision="ieee")
-        return tl.dot(a1, b1, found, input_precision="ieee") + small
+        found = tl.dot(a3, b1, found, input_precision="ieee")
+        found = tl.dot(a1, b3, found, input_precision="ieee")
+        found = tl.dot(a2, b2, found, input_precision="ieee")
+        found = tl.dot(a2, b1, found, input_precision="ieee")
+        found = tl.dot(a1, b2, found, input_precision="ieee")
+        return tl.dot(a1, b1, found, input_precision="ieee")
 
 
 @triton.jit
@@ -63,8 +62,10 @@ def times_state(tile, x, found, KEYS: tl.constexpr, ATONCE: tl.constexpr):
         x_low, x_high = tl.split(tl.permute(tl.reshape(x, (2, HALF, x.shape[1])), (1, 2, 0)))
         found = times_state(low, x_low, found, HALF, ATONCE)
         return times_state(high, x_high, found, HALF, ATONCE)
-    else:
+    elif x.dtype == tl.bfloat16:
         return times(tile, x, found)
+    else:  # six products each; tensor cores cut off what does not fit beside the sum so far, plain cores round
+        return found + times(tile, x, tl.zeros(found.shape, found.dtype))
 
 
 @triton.jit

@@ -172,13 +172,23 @@ def store(
         checkpoint, read_format: the names of the formats.
         tiling: how the work is cut; None chooses by shape.
 
-    Cost: for rows that flush one state read and one written, and the copy written.
+    Cost: for rows that flush one state read and one written, and the copy written; an fp32 state is read once more for
+        its copy.
     """
     nheads, headdim, slots = ring.v.shape[2], ring.v.shape[3], ring.v.shape[1]
     ngroups, d_state = ring.k.shape[2:]
     batch = len(flushing) if rows is None else len(rows)
     if checkpoint == EXACT:
-        _store_exact(new, planes[0], ring, u, flushing, seqlen, flushed, rows, length, recurrence)
+        if new is None:
+            triton_decode.flush(flushing, planes[0], ring, seqlen, flushed, recurrence=recurrence)
+        else:
+            outputs, q, records = new
+            called = torch.arange(batch, device=q.device) if rows is None else rows
+            due = torch.where(flushing[called] & (called >= 0), called, -1)
+            triton_decode.replay(
+                q, records, planes[0], ring, u, flushing, seqlen, flushed, rows=due, length=length,
+                recurrence=recurrence, y=outputs,
+            )  # fmt: skip
         new = None
         if read_format is None:
             return
@@ -199,30 +209,6 @@ def store(
         t, nheads, ngroups, headdim, d_state, slots, min(BLOCK_B, triton.next_power_of_2(batch)),
         tiling.rows, ABREAST, tiling.keys, LANES, *FORMATS[checkpoint], quantize,
         recurrence.decay == "channel", recurrence.delta, wide(ring.beta.dtype), num_warps=tiling.warps,
-    )  # fmt: skip
-
-
-def _store_exact(
-    new: tuple[Tensor, Tensor, Records] | None,
-    checkpoint: Tensor,
-    ring: Records,
-    u: Tensor | None,
-    flushing: Tensor,
-    seqlen: Tensor,
-    flushed: Tensor,
-    rows: Tensor | None,
-    length: Tensor | None,
-    recurrence: Recurrence,
-) -> None:
-    """Fold and answer the rows that flush, by the kernels for caches without a copy."""
-    if new is None:
-        triton_decode.flush(flushing, checkpoint, ring, seqlen, flushed, recurrence=recurrence)
-        return
-    y, q, records = new
-    called = torch.arange(len(y), device=y.device) if rows is None else rows
-    due = torch.where(flushing[called] & (called >= 0), called, -1)
-    triton_decode.replay(
-        q, records, checkpoint, ring, u, flushing, seqlen, flushed, rows=due, length=length, recurrence=recurrence, y=y
     )  # fmt: skip
 
 
