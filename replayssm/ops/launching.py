@@ -6,10 +6,13 @@ from torch import Tensor
 
 
 def by_token(x: Tensor) -> Tensor:
-    """(rows, t, ...) such that heads and features are dense and one stride leads from token to token; x if it is."""
-    dense = x[0, 0].is_contiguous() and (x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1))
-    # not contiguous(): it keeps a tensor of one token whose strides mean nothing
-    return x if dense else x.clone(memory_format=torch.contiguous_format)
+    """(rows, t, ...) whose heads and features are dense, and in which one stride leads from token to token; a view of x
+    where there is one."""
+    dense = x[0, 0].is_contiguous()
+    if dense and x.shape[1] == 1:  # the stride of an axis of one means nothing: it gets that from row to row
+        return x.as_strided(x.shape, (x.stride(0), x.stride(0), *x.stride()[2:]))
+    dense = dense and (x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1))
+    return x if dense else x.contiguous()
 
 
 def strides(axis: int, *tensors: Tensor) -> tuple[int, ...]:
