@@ -64,8 +64,8 @@ def test_a_small_fault_in_what_a_patched_model_keeps_is_seen(
     faults = ["checkpoint", "ring", "convolution", "nan"]
     coming, forward = iter(faults), ReplayLinearLayer.forward
 
-    def faulty(self: Any, core: Any, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        y = forward(self, core, x, mask)
+    def faulty(self: Any, mixer: Any, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        y = forward(self, mixer, x, mask)
         if self.layer_idx == 0 and self.columns == hf_gate.PROMPT + 3:
             fault, state = next(coming), self.replay[0]
             kept = {"checkpoint": state.stored.checkpoint.planes[0], "ring": state.ring.v}.get(fault, state.conv)

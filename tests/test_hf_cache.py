@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replayssm import hf
+from replayssm.hf.cache_layer import ReplayLinearLayer
 
 transformers = pytest.importorskip("transformers")
 NAMES = ("nemotron_h", "mamba2", "qwen3_5", "kimi_linear", "falcon_h1", "zamba2")
@@ -268,3 +269,26 @@ def test_a_forward_without_tokens_is_refused_by_the_layer_that_gets_none():
     hf.patch(model)
     with torch.no_grad(), pytest.raises(ValueError, match=r"\(layer 0\): a step must have at least 1 token; got t=0"):
         model(torch.zeros(2, 0, dtype=torch.int64), use_cache=True)
+
+
+def test_a_cache_serves_a_copy_of_its_model_with_the_weights_of_the_copy():
+    model, ids = patched("qwen3_5")[0], prompts(9)["input_ids"]
+    other = copy.deepcopy(model)
+    for layer in other.model.layers:
+        if hasattr(layer, "linear_attn"):
+            layer.linear_attn.out_proj.weight.data *= -1
+    cache = fresh_cache(model)
+    step(model, ids, cache)
+    untouched = copy.deepcopy(cache)
+    expected = step(other, ids[:, :1], untouched)
+    assert torch.equal(step(other, ids[:, :1], cache), expected)
+    assert not torch.equal(step(model, ids[:, 1:2], cache), step(other, ids[:, 1:2], untouched))
+
+
+def test_a_copy_of_a_cache_holds_no_model():
+    model = patched("qwen3_5")[0]
+    cache = fresh_cache(model)
+    step(model, prompts(9)["input_ids"], cache)
+    entries = [layer for layer in copy.deepcopy(cache).layers if isinstance(layer, ReplayLinearLayer)]
+    assert len(entries) == 2
+    assert not any(isinstance(value, torch.nn.Module) for entry in entries for value in vars(entry).values())

@@ -46,6 +46,7 @@ class ReplayLinearLayer(LinearAttentionCacheLayerMixin):
         super().__init__()
         self.options, self.layer_idx = options, layer_idx
         self.replay: ReplayStateCache | None = None
+        self.core: Core | None = None  # of the mixer that came last: to make one takes longer than several launches
         self.recent: _Recent | None = None
         self.verifying = False  # the past is recorded and a crop has come: a forward is a verification or a draft
         self.columns = 0  # positions that have come, padding included, less those that were cropped
@@ -59,22 +60,28 @@ class ReplayLinearLayer(LinearAttentionCacheLayerMixin):
         """Whether t tokens are more drafts than could be taken back."""
         return self.record_past and self.verifying and t > self.options.step_tokens
 
-    def forward(self, core: Core, x: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(self, mixer: Any, x: Tensor, mask: Tensor | None) -> Tensor:
         """Continue the sequences with x (batch, t, d_model); ``mask`` (batch, t) bool, or None for tokens only.
+
+        Args:
+            mixer: a patched mixer, whose class has a ``core``.
 
         Raises:
             NotImplementedError: gradients are needed and there is a state to continue from.
             ValueError: another batch size than the state's.
         """
-        grad = torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in core.parameters()))
+        if self.core is None or not self.core.serves(mixer, x):
+            self.core = mixer.core(mixer, x)
+        core: Core = self.core
+        grad = torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in mixer.parameters()))
         if grad and not self.is_empty:
             raise NotImplementedError(
-                f"{type(core.mixer).__name__}: a cache must be fresh where gradients are enabled; got one with tokens. "
+                f"{type(mixer).__name__}: a cache must be fresh where gradients are enabled; got one with tokens. "
                 "Continue it under torch.no_grad(), or train without a cache."
             )
         if not self.is_empty and self._replay.batch != x.shape[0]:
             raise ValueError(
-                f"{type(core.mixer).__name__}: hidden_states must be (batch={self._replay.batch}, t, d_model), as "
+                f"{type(mixer).__name__}: hidden_states must be (batch={self._replay.batch}, t, d_model), as "
                 f"many rows as the cache has; got {tuple(x.shape)}. Start with a fresh cache, or call "
                 "cache.batch_repeat_interleave or cache.batch_select_indices."
             )
@@ -226,7 +233,7 @@ class ReplayLinearLayer(LinearAttentionCacheLayerMixin):
 
     def __getstate__(self) -> dict[str, Any]:
         self.settle()  # an open step cannot be copied
-        return self.__dict__
+        return {**self.__dict__, "core": None}  # which holds the model
 
 
 class ReplayHybridLayer(ReplayLinearLayer, DynamicLayer):

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from replayssm.cache.layer_state import Geometry, LayerState
 from replayssm.cache.packing import masked
@@ -24,11 +24,11 @@ from replayssm.ops.scan import scan
 
 
 class Core(ReplayLayer):
-    """One call of a mixer, as a replay layer; it is made for the call and keeps nothing.
+    """A mixer as a replay layer, for inputs of one dtype; it keeps nothing of a call.
 
     Args:
         mixer: a mixer of transformers, whose attributes are named as in its modeling file.
-        x: (batch, t, d_model), the call's input, whose dtype the state's ring takes.
+        x: (batch, t, d_model), an input, whose dtype the state's ring takes.
     """
 
     equals: ClassVar[type[ReplayLayer]]
@@ -43,7 +43,11 @@ class Core(ReplayLayer):
             d_conv=mixer.conv_kernel_size,
         )
         self.mixer = mixer
-        self._input = x
+        self._input = x.new_empty(0)
+
+    def serves(self, mixer: nn.Module, x: Tensor) -> bool:
+        """Whether it is that of the mixer, for inputs like x."""
+        return self.mixer is mixer and self._input.dtype == x.dtype and self._input.device == x.device
 
     @property
     def geometry(self) -> Geometry:
@@ -72,7 +76,7 @@ class Core(ReplayLayer):
         return F.silu(y[..., first : first + x.shape[1]]).transpose(1, 2).to(x.dtype)
 
     def _largest_parameter(self) -> Tensor:
-        """The input: weights may be quantised, kept wider than activations, or offloaded between calls."""
+        """Like the input: weights may be quantised, kept wider than activations, or offloaded between calls."""
         return self._input
 
 
@@ -100,7 +104,7 @@ class Mamba2Core(Core):
         values, B, C = self.convolve(inputs, conv_state).split([m.intermediate_size, keys, keys], dim=-1)
         v = values.unflatten(-1, (self.nheads, self.headdim))
         k, q = (part.unflatten(-1, (self.ngroups, self.d_state)) for part in (B, C))
-        dt = F.softplus(widened(dt) + widened(m.dt_bias))
+        dt = F.softplus(widened(dt) + m.dt_bias)
         return q, Records(k, v, self._log_decay(dt), dt), (z, v)
 
     def limit(self, records: Records) -> Records:
@@ -154,10 +158,10 @@ class GatedDeltaNetCore(Core):
     def project(self, x: Tensor, conv_state: LayerState | None, mask: Tensor | None) -> tuple[Tensor, Records, Tensor]:
         m = self.mixer
         qkv, z, b, a = self.inputs(x)
-        q, k, v = self.convolve(qkv, conv_state).split([m.key_dim, m.key_dim, m.value_dim], dim=-1)
-        q, k = (l2_normalized(part.unflatten(-1, (self.ngroups, self.d_state))) for part in (q, k))
+        keys, v = self.convolve(qkv, conv_state).split([2 * m.key_dim, m.value_dim], dim=-1)
+        q, k = l2_normalized(keys.unflatten(-1, (2, self.ngroups, self.d_state))).unbind(-3)
         v, z = (part.unflatten(-1, (self.nheads, self.headdim)) for part in (v, z))
-        g = softplus_gate(widened(a) + widened(m.dt_bias), m.A_log).unsqueeze(-1)
+        g = softplus_gate(widened(a) + m.dt_bias, m.A_log).unsqueeze(-1)
         return q * self.d_state**-0.5, Records(k, v, g, self.beta(b)), z
 
     def emit(self, y: Tensor, extra: Tensor) -> Tensor:
@@ -209,9 +213,10 @@ class KDACore(Core):
     def project(self, x: Tensor, conv_state: LayerState | None, mask: Tensor | None) -> tuple[Tensor, Records, Tensor]:
         m = self.mixer
         qkv = self.convolve(torch.cat([m.q_proj(x), m.k_proj(x), m.v_proj(x)], dim=-1), conv_state)
-        q, k, v = qkv.unflatten(-1, (3, self.nheads, self.headdim)).unbind(-3)
-        records = Records(l2_normalized(k), v, widened(m.forget_gate(x)), widened(m.b_proj(x)).sigmoid())
-        return l2_normalized(q) * self.d_state**-0.5, records, self.gate(x).unflatten(-1, (self.nheads, self.headdim))
+        keys, v = qkv.unflatten(-1, (3, self.nheads, self.headdim)).split([2, 1], dim=-3)
+        q, k = l2_normalized(keys).unbind(-3)
+        records = Records(k, v.squeeze(-3), widened(m.forget_gate(x)), widened(m.b_proj(x)).sigmoid())
+        return q * self.d_state**-0.5, records, self.gate(x).unflatten(-1, (self.nheads, self.headdim))
 
     def emit(self, y: Tensor, extra: Tensor) -> Tensor:
         return self.mixer.o_proj(normalized_heads(self.mixer.o_norm, y, extra))

@@ -9,7 +9,6 @@ from transformers.cache_utils import Cache
 
 from replayssm.hf.cores import (
     BailingHybridCore,
-    Core,
     FalconH1Core,
     GatedDeltaNetCore,
     KDACore,
@@ -89,9 +88,8 @@ class ReplayMixer:
                 "Pad the batch instead."
             )
         mask = None if attention_mask is None else attention_mask != 0
-        core: Core = self.core(self, hidden_states)
         if cache is None:
-            return core(hidden_states, attention_mask=mask)
+            return self.core(self, hidden_states)(hidden_states, attention_mask=mask)
         options: Options = self.__dict__[MARK]
         layer_idx: int = self.layer_idx  # type: ignore[attr-defined]
         layer = layer_of(where, cache, layer_idx, options)
@@ -102,7 +100,7 @@ class ReplayMixer:
                 f"{hidden_states.shape[1] - 1}. Patch with a larger step_tokens, or lower num_assistant_tokens or "
                 "prompt_lookup_num_tokens."
             )
-        return layer.forward(core, hidden_states, mask)
+        return layer.forward(self, hidden_states, mask)
 
 
 def known(module: nn.Module) -> Known | None:
