@@ -66,7 +66,8 @@ class Step(Packing):
         super().__init__(attention_mask, t, None if all_real else self.length)
         self.row_length = self.put(self.length)
         pending = clock.seqlen - clock.flushed
-        self.flushing = pending > 0 if self.scan else pending + self.row_length > clock.window
+        room = 0 if self.scan else clock.window - (t if all_real else self.row_length)
+        self.flushing = pending > room
         if self.present is not None:
             self.row_length = torch.where(self.present, self.row_length, 0)
             self.flushing = self.flushing.logical_and(self.present)
@@ -162,7 +163,7 @@ class Clock:
         """Advance the counters by ``kept`` (batch,) new tokens of each row; the rest is rolled back."""
         step = self.step
         assert step is not None
-        self.flushed.copy_(torch.where(step.flushing, self.seqlen, self.flushed))
+        torch.where(step.flushing, self.seqlen, self.flushed, out=self.flushed)
         self.seqlen.add_(kept)
         if step.scan:  # a scan leaves no records
             scanned = self.seqlen if step.present is None else torch.where(step.present, self.seqlen, self.flushed)
