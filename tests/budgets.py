@@ -36,6 +36,10 @@ FORMAT_ERROR = {
 STOCHASTIC = (1.33, 1.50)  # its error over that of rounding to the nearest; sqrt(2) where a step is uniform
 LR_IF4 = 0.02  # of lr_if4's error: how far a kernel's, whose sums run in another order, may be from it
 FEW_CODES = 1e-4  # of its codes may be others then
+# A fold in another order of sums moves numbers by some 2^-23 of themselves, across the edge between two codes of 16
+# bits once in 2^8, of fewer bits less often; codes of the finest format are 2^-15 of the row's largest number apart.
+FEW_APART = 0.01
+SAME_CODE = 2.0**-17
 # On the streams of streams.py, Mamba-2 and Gated DeltaNet: errors of outputs in percent, or ratios of errors, that were
 # measured there by that author, and from them what may be.
 STREAMS = {

@@ -195,7 +195,7 @@ def test_a_selection_writes_its_rows_alone():
         target = cached.clone()
         selection.write(target, selection.take(values))
         assert_same_bits(target, torch.where(which.unsqueeze(1), values, cached))
-    assert Selection(which & False).none
+    assert Selection(which & False).none == (DEVICE.type == "cpu")  # elsewhere to look would be to wait
     assert not Selection().none
 
 

@@ -1,10 +1,22 @@
 """The kernel that folds, answers and stores: in every format its planes are those of plain PyTorch."""
 
+import copy
+
 import pytest
 
 pytest.importorskip("triton")
 import torch
-from budgets import FEW_CODES, LR_IF4, assert_e32, assert_e64, assert_same_bits, e32, rms
+from budgets import (
+    FEW_APART,
+    FEW_CODES,
+    LR_IF4,
+    SAME_CODE,
+    assert_e32,
+    assert_e64,
+    assert_same_bits,
+    e32,
+    rms,
+)
 from draws import DEVICE, seeds
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -45,14 +57,31 @@ def tokens(pool: StoredPool, rows: list[int], t: int):
 
 
 def assert_stored(pool: StoredPool, states: Tensor, rows: list[int], what: str) -> None:
-    """The planes of rows are what plain PyTorch makes of the states that were to be stored."""
-    expected = StoredState(pool.checkpoint, pool.read_format, tuple(states.shape), states.dtype, DEVICE)
+    """The checkpoint of rows is what plain PyTorch makes of the states that were to be stored, the copy what it makes
+    of what is stored."""
+    expected = copy.deepcopy(pool.stored)
     expected.save(states, Selection(), seed=pool.seed, position=pool.pool.seqlen - 1, layer=LAYER)
-    for name, plane in expected.tensors().items():
-        if pool.read_format != "lr_if4" or not name.startswith("copy"):
-            assert_same_bits(pool.stored.tensors()[name][rows], plane[rows], f"{name}, {what}")
+    if DEVICE.type == "cpu":
+        for plane, right in zip(pool.stored.checkpoint.planes, expected.checkpoint.planes, strict=True):
+            assert_same_bits(plane[rows], right[rows], f"checkpoint, {what}")
+    else:
+        assert_few_apart(pool.states()[rows], expected.checkpoint.load(Selection())[rows], f"checkpoint, {what}")
+    if pool.read_format is None:
+        return
+    expected.checkpoint = pool.stored.checkpoint
+    expected.rebuild_copy(Selection())
     if pool.read_format == "lr_if4":
         assert_copies_agree(pool, expected, rows)
+    else:
+        for plane, right in zip(pool.stored.copy.planes, expected.copy.planes, strict=True):
+            assert_same_bits(plane[rows], right[rows], f"copy, {what}")
+
+
+def assert_few_apart(stored: Tensor, right: Tensor, what: str) -> None:
+    """Sums over keys run in another order where a compiled kernel has another format, so now and then a code is the
+    next one."""
+    apart = (stored - right).abs() > SAME_CODE * right.abs().amax(-1, keepdim=True)
+    assert apart.sum() <= 1 + FEW_APART * apart.numel(), f"{what}: {int(apart.sum())} of {apart.numel()} are others"
 
 
 def assert_copies_agree(pool: StoredPool, expected: StoredState, rows: list[int]) -> None:
@@ -171,9 +200,15 @@ def test_a_row_without_records_keeps_its_bits_and_answers_from_them(checkpoint):
     """It is due all the same with window 0; to round it again would draw again."""
     shape = Shape(RECURRENCES[1], (1, 1), 5, 7, 3, 1)
     pool = StoredPool.of(shape, a_stream(shape, 1, 3, torch.float32), [9], [0], checkpoint, "int8")
-    before, exact = pool.copy(), pool.exact()
+    before = pool.copy()
     new = a_stream(shape, 1, 3, torch.float32).at([0], [0], 1)
-    assert_same_bits(pool.step([True], new), exact.step([True], new), "outputs")
+    plain, right = (
+        token_loop(
+            tokens_of(new[0].to(of), type(new[1])(*(x.to(of) for x in new[1]))), delta=True, state=pool.states().to(of)
+        )[0]
+        for of in (torch.float32, torch.float64)
+    )
+    assert_e32(pool.step([True], new), right, e32(plain, right))
     for name, tensor in pool.stored.tensors().items():
         assert_same_bits(tensor, before.stored.tensors()[name], name)
 

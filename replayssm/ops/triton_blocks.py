@@ -1,8 +1,8 @@
 """Heads in fewer bits under scales, in kernels: the planes that ``cache.blocks`` gives, bit for bit.
 
-``write_`` functions round the fp32 tile of a head into its planes, and return the numbers that these hold; ``read_``
-functions return them from the planes. ``words`` are random ones for each number, or None for the nearest. Divisions are
-rounded as IEEE's. Planes are pointers at those of the row and head.
+``write_`` functions round the fp32 tile of a head into its planes; ``read_`` functions return what these hold.
+``words`` are random ones for each number, or None for the nearest. Divisions are rounded as IEEE's. Planes are pointers
+at those of the row and head.
 """
 
 import triton
@@ -98,7 +98,6 @@ def write_fp8_rows(tile, words, planes, p, P: tl.constexpr, N: tl.constexpr):
     codes = to_e4m3(over(tile, scale[:, :, None, None]), words)
     write_rows(codes, planes[0], p, P, N)
     _write_row_scales(scale, planes[1], p, P)
-    return from_e4m3(codes) * scale[:, :, None, None]
 
 
 @triton.jit
@@ -114,7 +113,6 @@ def write_int16_rows(tile, words, planes, p, P: tl.constexpr, N: tl.constexpr):
     codes = to_integer(over(tile, scale[:, :, None, None]), 32767, words, 24)
     write_rows(codes.to(tl.int16), planes[0], p, P, N)
     _write_row_scales(scale, planes[1], p, P)
-    return codes * scale[:, :, None, None]
 
 
 @triton.jit
@@ -134,7 +132,6 @@ def write_int8_blocks(tile, words, planes, p, P: tl.constexpr, N: tl.constexpr):
     codes = to_integer(over(x, scale[:, :, :, None]), 127, words)
     write_rows(codes.to(tl.int8), planes[0], p, P, BLOCKS * INT8_BLOCK)
     write_block_scales(scale.to(tl.bfloat16), planes[1], p, P, BLOCKS)
-    return tl.reshape(codes * scale[:, :, :, None], tile.shape)
 
 
 @triton.jit
@@ -157,12 +154,10 @@ def write_nvfp4(tile, words, planes, p, P: tl.constexpr, N: tl.constexpr):
     block = largest(x, 3)
     head = nonzero(tl.div_rn(of_the_head(block), 448.0 * 6.0))
     scales = e4m3_scales(block, 6.0, head)
-    whole = by_block(scales, head)
-    codes = to_e2m1(over(x, whole), words)
+    codes = to_e2m1(over(x, by_block(scales, head)), words)
     write_rows(packed(codes), planes[0], p, P, BLOCKS * FP4_BLOCK // 2)
     write_block_scales(scales, planes[1], p, P, BLOCKS)
     tl.store(planes[2], head)
-    return tl.reshape(from_e2m1(codes) * whole, tile.shape)
 
 
 @triton.jit

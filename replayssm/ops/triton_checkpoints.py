@@ -1,7 +1,6 @@
 """How a checkpoint is stored, in kernels: the planes of ``cache.checkpoint``, bit for bit.
 
-A ``load_`` function gives the tile of a head from its planes. A ``store_`` function rounds a tile into them and returns
-what they hold, in fp32.
+A ``load_`` function gives the tile of a head from its planes, a ``store_`` function rounds a tile into them.
 """
 
 from typing import Any, NamedTuple
@@ -48,16 +47,12 @@ def load_float16(planes, p, n, P: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def store_fp16(tile, stream, planes, p, P: tl.constexpr, N: tl.constexpr):
-    rounded = to_fp16(tile.to(tl.float32), _words(stream, tile, p, P, N))
-    write_rows(rounded, planes[0], p, P, N)
-    return rounded.to(tl.float32)
+    write_rows(to_fp16(tile.to(tl.float32), _words(stream, tile, p, P, N)), planes[0], p, P, N)
 
 
 @triton.jit
 def store_bf16(tile, stream, planes, p, P: tl.constexpr, N: tl.constexpr):
-    rounded = to_bf16(tile.to(tl.float32), _words(stream, tile, p, P, N))
-    write_rows(rounded, planes[0], p, P, N)
-    return rounded.to(tl.float32)
+    write_rows(to_bf16(tile.to(tl.float32), _words(stream, tile, p, P, N)), planes[0], p, P, N)
 
 
 @triton.jit
@@ -67,7 +62,7 @@ def load_int16(planes, p, n, P: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def store_int16(tile, stream, planes, p, P: tl.constexpr, N: tl.constexpr):
-    return write_int16_rows(tile.to(tl.float32), _words(stream, tile, p, P, N), planes, p, P, N)
+    write_int16_rows(tile.to(tl.float32), _words(stream, tile, p, P, N), planes, p, P, N)
 
 
 @triton.jit
@@ -77,7 +72,7 @@ def load_fp8(planes, p, n, P: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def store_fp8(tile, stream, planes, p, P: tl.constexpr, N: tl.constexpr):
-    return write_fp8_rows(tile.to(tl.float32), _words(stream, tile, p, P, N), planes, p, P, N)
+    write_fp8_rows(tile.to(tl.float32), _words(stream, tile, p, P, N), planes, p, P, N)
 
 
 @triton.jit
@@ -87,7 +82,7 @@ def load_int8(planes, p, n, P: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def store_int8(tile, stream, planes, p, P: tl.constexpr, N: tl.constexpr):
-    return write_int8_blocks(tile.to(tl.float32), _words(stream, tile, p, P, N), planes, p, P, N)
+    write_int8_blocks(tile.to(tl.float32), _words(stream, tile, p, P, N), planes, p, P, N)
 
 
 @triton.jit
@@ -97,7 +92,7 @@ def load_nvfp4(planes, p, n, P: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def store_nvfp4(tile, stream, planes, p, P: tl.constexpr, N: tl.constexpr):
-    return write_nvfp4(tile.to(tl.float32), _words(stream, tile, p, P, N), planes, p, P, N)
+    write_nvfp4(tile.to(tl.float32), _words(stream, tile, p, P, N), planes, p, P, N)
 
 
 class CheckpointFunctions(NamedTuple):
@@ -105,7 +100,7 @@ class CheckpointFunctions(NamedTuple):
 
     Attributes:
         load: planes -> tile.
-        store: tile -> planes, and what they hold; None where a fold leaves it as it is stored.
+        store: tile -> planes; None where a fold leaves it as it is stored.
     """
 
     load: Any

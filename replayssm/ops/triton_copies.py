@@ -6,9 +6,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from replayssm.ops.launching import by_token, registers, strides
+from replayssm.ops.launching import registers, strides
 from replayssm.ops.records import Records, Recurrence
 from replayssm.ops.tiling import choose_copy_tiling
+from replayssm.ops.triton_overlap import beside, end_after_last
 from replayssm.ops.triton_records import append_shared, from_records
 
 # Axes: H value heads, G key groups, P headdim, N d_state; n and p are indices of keys and of rows of a state. A name
@@ -76,6 +77,7 @@ def copy_kernel(
             tl.store(u_ptr + (slot * H + head) * P + p, u_now, mask=p < P)
         if first_p == 0:
             append_shared(k_now, g_now, beta_now, k_ptr, g_ptr, beta_ptr, slot, head, n, H, G, N, CHANNEL)
+    end_after_last()
 
 
 def read(
@@ -94,15 +96,18 @@ def read(
     length: Tensor | None,
     recurrence: Recurrence,
 ) -> None:
-    """Append one token and read its output into y for rows that do not flush; see ``triton_tokens.read``."""
+    """Append one token and read its output into y for rows that do not flush; see ``triton_tokens.read``.
+
+    The launch before it must be the one that stores those that flush: it begins beside that.
+    """
     batch, _, ngroups, d_state = q.shape
     slots, nheads, headdim = ring.v.shape[1:]
-    new = tuple(by_token(x) for x in (q, *records))
+    new = q, *records
     cached = *ring, ring.v if u is None else u  # without a delta rule u is never looked at
     cut = choose_copy_tiling(batch, nheads, headdim, recurrence, held.__module__.rpartition(".")[2])
     copy_kernel[(batch * nheads * triton.cdiv(headdim, cut.block_p),)](
         y, planes, *new, *cached, rows, length, flushing, seqlen, flushed,
         *strides(1, *new), strides(0, *planes), *strides(0, *cached), nheads, ngroups, headdim, d_state, slots,
         min(cut.records, triton.next_power_of_2(slots - 1)), cut.block_p, max(16, triton.next_power_of_2(d_state)),
-        recurrence.decay == "channel", recurrence.delta, held, num_warps=1, **registers(cut.registers),
+        recurrence.decay == "channel", recurrence.delta, held, num_warps=1, **registers(cut.registers), **beside(),
     )  # fmt: skip

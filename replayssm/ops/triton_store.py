@@ -22,6 +22,7 @@ from replayssm.ops.tiling import StoreTiling, choose_store_tiling
 from replayssm.ops.triton_checkpoints import EXACT, FORMATS
 from replayssm.ops.triton_decode import ABREAST, BLOCK_B, LANES
 from replayssm.ops.triton_fold import as_keys, folded, nth_to_flush, over_keys, tile_keys, tile_rows
+from replayssm.ops.triton_overlap import let_next_begin
 from replayssm.ops.triton_records import append_shared
 
 # Axes: T new tokens, H value heads, G key groups, P headdim, N d_state; n and p are indices of keys and of rows of a
@@ -87,6 +88,7 @@ def store_kernel(
 ):  # fmt: skip
     # The programs share the rows of the call that flush, a head at a time; without new tokens T is 0. A checkpoint
     # without STORE has the records already, and stays as it is.
+    let_next_begin()
     item = tl.program_id(0)
     called, _ = nth_to_flush(item // H, flushing, rows, batch, BLOCK_B)
     while called >= 0:
@@ -100,9 +102,7 @@ def store_kernel(
         beta_ptr, u_ptr = beta + row * beta_stride, u + row * u_stride
         start, first = tl.load(seqlen + row), tl.load(flushed + row)
         held = _of_head(planes, plane_strides, row, head)
-        if STORE is None:
-            tile = LOAD(held, p, tile_keys(ABREAST, BLOCK_N, LANES), P, N).to(WIDE)
-        else:
+        if STORE is not None:
             tile = folded(
                 held, k_ptr, v_ptr, g_ptr, beta_ptr, first, start, head, 0,
                 H, G, P, N, SLOTS, ROWS, ABREAST, BLOCK_N, LANES, LOAD, True, CHANNEL, DELTA, WIDE,
@@ -120,13 +120,17 @@ def store_kernel(
                 slot, head, p, q_token, k_token, v_token, g_token, beta_token,
                 H, G, P, N, BLOCK_N, LANES, CHANNEL, DELTA, WIDE,
             )  # fmt: skip
-        tl.debug_barrier()  # every thread has loaded its part: others may store there
         if start > first:  # what is stored already would be rounded once more
-            stored = tile
             if STORE is not None:
-                stored = STORE(tile, (tl.load(seed + row), start - 1, layer, head), held, p, P, N)
+                tl.debug_barrier()  # every thread has loaded its part: others may store there
+                STORE(tile, (tl.load(seed + row), start - 1, layer, head), held, p, P, N)
+                tl.debug_barrier()  # and has stored it
             if QUANTIZE is not None:
-                QUANTIZE(stored.to(tl.float32), _of_head(copies, copy_strides, row, head), p, P, N)
+                # From memory, where the cache next to the processor has it, and in a shape of its own: a copy of the
+                # tile would have a say in which thread holds what of it, and so in the order of the sums over it.
+                rows_of_copy = tile_rows(0, ROWS, 1)
+                stored = LOAD(held, rows_of_copy, tile_keys(1, BLOCK_N, LANES), P, N).to(tl.float32)
+                QUANTIZE(stored, _of_head(copies, copy_strides, row, head), rows_of_copy, P, N)
         if T > 1:
             for i in range(new):
                 tile = _answer(
@@ -162,8 +166,8 @@ def store(
 
     Args:
         new: of a step, its outputs (rows of the call, t, nheads, headdim), which are written where a row flushes and
-            the token is real, q (rows of the call, t, ngroups, d_state) and the records, in the dtypes of ``ring``;
-            these are appended. None folds only.
+            the token is real, q (rows of the call, t, ngroups, d_state) and the records, in the dtypes of ``ring``
+            and as ``by_token`` gives them; these are appended. None folds only.
         planes: of the checkpoint, (batch, nheads, ...), in the order of its format; changed in place.
         copies: of the read copy, likewise; none without a read format.
         ring, u, flushing, seqlen, flushed, rows, length: as ``triton_decode.replay`` takes them.
@@ -195,7 +199,7 @@ def store(
     t, y, inputs = 0, None, []
     if new is not None:
         y, q, records = new
-        t, inputs = y.shape[1], [by_token(x) for x in (q, *records)]
+        t, inputs = y.shape[1], [q, *records]
     no_inputs: tuple[None, ...] = (None,) * 5
     cached = *ring, ring.v if u is None else u  # without a delta rule never looked at
     strides = (tuple(s for plane in of for s in plane.stride()[:2]) for of in (planes, copies))
@@ -247,6 +251,7 @@ def replay(
             q, records, planes[0], ring, u, flushing, seqlen, flushed, rows=rows, length=length, recurrence=recurrence
         )  # fmt: skip
     batch, t = q.shape[:2]
+    q, records = by_token(q), Records(*map(by_token, records))  # nothing may be launched between the two below
     y = torch.empty(batch, t, *ring.v.shape[2:], dtype=ring.beta.dtype, device=q.device)
     step = flushing, seqlen, flushed
     store(

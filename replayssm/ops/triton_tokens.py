@@ -11,6 +11,7 @@ from replayssm.ops.launching import by_token, registers, strides, wide
 from replayssm.ops.records import Records, Recurrence
 from replayssm.ops.tiling import choose_tokens_tiling
 from replayssm.ops.triton_answers import answer
+from replayssm.ops.triton_overlap import beside, end_after_last
 
 # Axes: T new tokens, H value heads, G key groups, P headdim, N d_state. A name ending in _ptr points at the row of the
 # cache that the program works on.
@@ -54,6 +55,8 @@ def tokens_kernel(
                 new, (start % SLOTS).to(tl.int32), count, head, first_p, q_token, k_token, v_token, g_token, beta_token,
                 H, G, P, N, SLOTS, REAL_T, BLOCK_T, RECORDS, BLOCK_P, KEYS, STAGES, CHANNEL, DELTA, WIDE, HELD,
             )  # fmt: skip
+    if HELD is not None:
+        end_after_last()
 
 
 def read(
@@ -77,7 +80,8 @@ def read(
 
     Args:
         planes: of the states, cache row first.
-        held: of their format's module in ``triton_formats``; None: (batch, nheads, headdim, d_state) as they are.
+        held: of their format's module in ``triton_formats``, with which the launch begins beside the one before it, as
+            ``triton_copies.read`` does; None: (batch, nheads, headdim, d_state) as they are.
         flushing: rows whose records are in the state already; with a format, rows that are left alone.
         dtype: of sums and outputs.
         y: for the outputs, if it is there already.
@@ -96,5 +100,6 @@ def read(
         padded, max(8, padded), max(16, triton.next_power_of_2(slots - t)), cut.block_p,
         min(cut.keys, block_n) if held is None else block_n, cut.stages, recurrence.decay == "channel",
         recurrence.delta, wide(dtype), held, num_warps=cut.warps, **registers(cut.registers),
+        **({} if held is None else beside()),
     )  # fmt: skip
     return y
