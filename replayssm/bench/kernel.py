@@ -84,7 +84,8 @@ def measure_case(
     from replayssm.bench.stored import StoredKernels
 
     label = f"{case.layer} batch {batch}"
-    states = [gate.random_state(case, batch, device) for _ in range(timing.copies(batch * case.state_bytes))]
+    layer = case.layer_bytes(dtype, checkpoint, read_format)
+    states = [gate.random_state(case, batch, device) for _ in range(timing.copies(batch * layer.read))]
     progress.stage(f"{label}: {STAGES[0]}")
     config = tune.tune(case, states, dtype=dtype)
     progress.stage(f"{label}: {STAGES[1]}")
@@ -100,7 +101,6 @@ def measure_case(
     times = arms.time_arms(case, states, step, window=window, dtype=dtype, kernels=kernels)
     conventional_us, replay_us = times["conventional"].median_us, times["replay"].median_us
     nonflush_us, flush_us = times["nonflush"].median_us, times["flush"].median_us
-    layer = case.layer_bytes(dtype, checkpoint, read_format)
     bytes_replay = batch * replay_step(layer, window).moved
     speedup = conventional_us / replay_us
     progress.part(f"{label}: conventional {conventional_us:.1f} us, replay {replay_us:.1f} us, {speedup:.2f}x")
