@@ -28,7 +28,7 @@ FP4_PEAK = E4M3_MOST * E2M1_MOST  # the largest number over a head's own scale
 
 def fp8_rows(x: Tensor, words: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """E4M3 codes uint8 (..., headdim, d_state), and the scale of each row fp32 (..., headdim)."""
-    scale = nonzero(x.abs().amax(-1) / E4M3_MOST)
+    scale = nonzero(peak_over(x, -1, E4M3_MOST))
     return to_e4m3(x / scale.unsqueeze(-1), words), scale
 
 
@@ -39,7 +39,7 @@ def from_fp8_rows(codes: Tensor, scale: Tensor) -> Tensor:
 
 def int16_rows(x: Tensor, words: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Whole numbers int16 (..., headdim, d_state), and the scale of each row fp32 (..., headdim)."""
-    scale = nonzero(x.abs().amax(-1) / 32767)
+    scale = nonzero(peak_over(x, -1, 32767))
     return to_integer(x / scale.unsqueeze(-1), 32767, words, bits=24).to(torch.int16), scale
 
 
@@ -55,7 +55,7 @@ def int8_blocks(x: Tensor, words: Tensor | None = None) -> tuple[Tensor, Tensor]
     """
     x = in_blocks(x, INT8_BLOCK)
     words = None if words is None else in_blocks(words, INT8_BLOCK)
-    scale = nonzero(round_up_bf16(x.abs().amax(-1) / 127))
+    scale = nonzero(round_up_bf16(peak_over(x, -1, 127)))
     codes = to_integer(x / scale.float().unsqueeze(-1), 127, words)
     return codes.to(torch.int8).flatten(-2), scale
 
@@ -71,10 +71,10 @@ def nvfp4(x: Tensor, words: Tensor | None = None) -> tuple[Tensor, Tensor, Tenso
     Returns:
         Packed codes uint8 (..., headdim, filled / 2), E4M3 scales uint8 (..., headdim, blocks), and (...,) fp32.
     """
-    head = nonzero(x.abs().amax((-1, -2)) / FP4_PEAK)
+    head = nonzero(peak_over(x, (-1, -2), FP4_PEAK))
     x = in_blocks(x, FP4_BLOCK)
     words = None if words is None else in_blocks(words, FP4_BLOCK)
-    scales = e4m3_scales(x.abs().amax(-1) / E2M1_MOST, head)
+    scales = e4m3_scales(peak_over(x, -1, E2M1_MOST), head)
     codes = to_e2m1(x / by_block(scales, head), words)
     return packed(codes.flatten(-2)), scales, head
 
@@ -83,6 +83,14 @@ def from_nvfp4(codes: Tensor, scales: Tensor, head: Tensor) -> Tensor:
     """The numbers of ``nvfp4``."""
     blocks = from_e2m1(unpacked(codes)).unflatten(-1, (-1, FP4_BLOCK))
     return (blocks * by_block(scales, head)).flatten(-2)
+
+
+def peak_over(x: Tensor, axes: int | tuple[int, ...], most: float) -> Tensor:
+    """The largest magnitude along the axes over ``most``, rounded as IEEE's division on every device."""
+    peak = x.abs().amax(axes)
+    return peak / torch.full(
+        (), most, dtype=x.dtype, device=x.device
+    )  # of a plain number a GPU takes the reciprocal instead
 
 
 def in_blocks(x: Tensor, block: int) -> Tensor:

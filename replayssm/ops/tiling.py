@@ -116,22 +116,38 @@ def choose_copy_tiling(batch: int, nheads: int, headdim: int, recurrence: Recurr
 
 
 class StoreTiling(NamedTuple):
-    """The shape of the programs that store states: one owns a whole head, because some scales are of a head.
+    """The shape of the programs that store states. Rows and keys are powers of two.
 
     Attributes:
-        rows: of the state, at least as many as there are.
-        keys: likewise.
-        warps: 16 rows of 128 keys each, so that a thread holds 64 numbers.
+        rows: of the state that a program folds and stores.
+        keys: at least as many as there are.
+        warps: of a program.
+        registers: most that a thread may have, or None.
         programs: most of a launch.
     """
 
     rows: int
     keys: int
     warps: int
-    programs: int = 528  # 4 on each of 132 processors
+    registers: int | None
+    programs: int
 
 
-def choose_store_tiling(headdim: int, d_state: int) -> StoreTiling:
-    """Powers of two that hold a head; blocks of keys that share a scale are whole."""
+OF_A_HEAD = ("nvfp4_sr",)  # checkpoints with a scale of the head, which belongs to one program
+
+
+def choose_store_tiling(
+    batch: int, nheads: int, headdim: int, d_state: int, recurrence: Recurrence, checkpoint: str
+) -> StoreTiling:
+    """Pieces as for states as they are, or whole heads."""
+    whole = whole_heads(headdim, d_state)
+    if checkpoint in OF_A_HEAD:
+        return whole
+    cut = choose_tiling(batch, nheads, headdim, d_state, recurrence)
+    return StoreTiling(cut.fold_p, whole.keys, cut.warps, None, cut.flushers)
+
+
+def whole_heads(headdim: int, d_state: int) -> StoreTiling:
+    """Programs that own a head: 16 rows of 128 keys a warp, so that a thread holds 64 numbers."""
     rows, keys = max(4, 1 << (headdim - 1).bit_length()), max(32, 1 << (d_state - 1).bit_length())
-    return StoreTiling(rows, keys, min(16, rows // 4, max(1, rows * keys // 2048)))
+    return StoreTiling(rows, keys, min(16, rows // 4, max(1, rows * keys // 2048)), None, 528)

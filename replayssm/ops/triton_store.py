@@ -1,10 +1,11 @@
-"""Where states are kept in fewer bits: rows that flush fold, answer, and store checkpoint and read copy, in one launch.
+"""Where states are kept in fewer bits: rows that flush fold, answer, and store their checkpoint; then it is copied.
 
-A program owns a whole head, because some scales are of a head. It answers from what it has folded, before any rounding;
-the copy is made of what is stored. A kernel knows no format: it gets the functions that load, store and copy a tile.
+A program owns rows of a head, or a whole one where some scales are of a head. It answers from what it has folded,
+before any rounding. A kernel knows no format: it gets the functions that load, store and copy a tile.
 
-An fp32 checkpoint is folded and answered by the kernels of ``triton_decode``, as it is without a copy, and then copied:
-so a read format changes no bit of it.
+The copy is made by a launch of its own, from what is stored, which the cache next to the processors still has. So no
+read format has a say in which thread holds what of a state that is folded, and with that in the order of the sums over
+it. An fp32 checkpoint is folded and answered by the kernels of ``triton_decode``, as it is without a copy.
 """
 
 import importlib
@@ -16,9 +17,9 @@ import triton.language as tl
 from torch import Tensor
 
 from replayssm.ops import triton_copies, triton_decode, triton_tokens
-from replayssm.ops.launching import by_token, wide
+from replayssm.ops.launching import by_token, registers, strides, wide
 from replayssm.ops.records import Records, Recurrence
-from replayssm.ops.tiling import StoreTiling, choose_store_tiling
+from replayssm.ops.tiling import choose_store_tiling, whole_heads
 from replayssm.ops.triton_checkpoints import EXACT, FORMATS
 from replayssm.ops.triton_decode import ABREAST, BLOCK_B, LANES
 from replayssm.ops.triton_fold import as_keys, folded, nth_to_flush, over_keys, tile_keys, tile_rows
@@ -42,11 +43,11 @@ def _of_head(planes, strides, row, head):
 @triton.jit
 def _answer(
     tile, i, y_at, q_at, k_at, v_at, g_at, beta_at, k_ptr, v_ptr, g_ptr, beta_ptr, u_ptr,
-    slot, head, p, q_token, k_token, v_token, g_token, beta_token,
+    slot, head, first_p, p, q_token, k_token, v_token, g_token, beta_token,
     H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
     BLOCK_N: tl.constexpr, LANES: tl.constexpr, CHANNEL: tl.constexpr, DELTA: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """The state after new token i, by the recurrence; write its output, and append it."""
+    """The rows p from first_p on of the state after new token i, by the recurrence; write its output, and append it."""
     OUTER: tl.constexpr = BLOCK_N // LANES
     n = tl.arange(0, BLOCK_N)
     group = head // (H // G) * N
@@ -61,7 +62,8 @@ def _answer(
         g = tl.load(g_at + i * g_token + head)
         decay = tl.exp(g)
     # this slot is none that a program of this launch may read
-    append_shared(k, g, beta, k_ptr, g_ptr, beta_ptr, slot, head, n, H, G, N, CHANNEL)
+    if first_p == 0:
+        append_shared(k, g, beta, k_ptr, g_ptr, beta_ptr, slot, head, n, H, G, N, CHANNEL)
     tl.store(v_ptr + (slot * H + head) * P + p, v, mask=p < P)
     q, k = as_keys(q, OUTER, LANES), as_keys(k, OUTER, LANES)
     tile *= decay
@@ -77,36 +79,36 @@ def _answer(
 
 @triton.jit(do_not_specialize=["layer", "batch"])
 def store_kernel(
-    y, planes, copies, q_new, k_new, v_new, g_new, beta_new, k, v, g, beta, u,
+    y, planes, q_new, k_new, v_new, g_new, beta_new, k, v, g, beta, u,
     rows, length, flushing, seqlen, flushed, seed, layer, batch,
-    plane_strides, copy_strides, q_token, k_token, v_token, g_token, beta_token,
-    k_stride, v_stride, g_stride, beta_stride, u_stride,
+    plane_strides, q_token, k_token, v_token, g_token, beta_token, k_stride, v_stride, g_stride, beta_stride, u_stride,
     T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr, SLOTS: tl.constexpr,
     BLOCK_B: tl.constexpr, ROWS: tl.constexpr, ABREAST: tl.constexpr, BLOCK_N: tl.constexpr, LANES: tl.constexpr,
-    LOAD: tl.constexpr, STORE: tl.constexpr, QUANTIZE: tl.constexpr,
+    ONCE: tl.constexpr, LOAD: tl.constexpr, STORE: tl.constexpr,
     CHANNEL: tl.constexpr, DELTA: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    # The programs share the rows of the call that flush, a head at a time; without new tokens T is 0. A checkpoint
-    # without STORE has the records already, and stays as it is.
+    # The programs share the rows of the call that flush, ROWS rows of the state of a head at a time; without new tokens
+    # T is 0.
     let_next_begin()
+    TILES: tl.constexpr = (P + ROWS - 1) // ROWS
     item = tl.program_id(0)
-    called, _ = nth_to_flush(item // H, flushing, rows, batch, BLOCK_B)
+    called, _ = nth_to_flush(item // (H * TILES), flushing, rows, batch, BLOCK_B)
     while called >= 0:
         at = called.to(tl.int64)
         row = at
         if rows is not None:
             row = tl.load(rows + at).to(tl.int64)
-        head = item % H
-        p = tile_rows(0, ROWS, ABREAST)
+        head = item // TILES % H
+        first_p = item % TILES * ROWS
+        p = tile_rows(first_p, ROWS, ABREAST)
         k_ptr, v_ptr, g_ptr = k + row * k_stride, v + row * v_stride, g + row * g_stride
         beta_ptr, u_ptr = beta + row * beta_stride, u + row * u_stride
         start, first = tl.load(seqlen + row), tl.load(flushed + row)
         held = _of_head(planes, plane_strides, row, head)
-        if STORE is not None:
-            tile = folded(
-                held, k_ptr, v_ptr, g_ptr, beta_ptr, first, start, head, 0,
-                H, G, P, N, SLOTS, ROWS, ABREAST, BLOCK_N, LANES, LOAD, True, CHANNEL, DELTA, WIDE,
-            )  # fmt: skip
+        tile = folded(
+            held, k_ptr, v_ptr, g_ptr, beta_ptr, first, start, head, first_p,
+            H, G, P, N, SLOTS, ROWS, ABREAST, BLOCK_N, LANES, LOAD, ONCE, CHANNEL, DELTA, WIDE,
+        )  # fmt: skip
         if T > 0:
             y_at, q_at, k_at = y + at * T * (H * P), q_new + at * T * q_token, k_new + at * T * k_token
             v_at, g_at, beta_at = v_new + at * T * v_token, g_new + at * T * g_token, beta_new + at * T * beta_token
@@ -117,28 +119,45 @@ def store_kernel(
         if T == 1 and new > 0:  # before the tile is rounded, which takes many registers
             _answer(
                 tile, 0, y_at, q_at, k_at, v_at, g_at, beta_at, k_ptr, v_ptr, g_ptr, beta_ptr, u_ptr,
-                slot, head, p, q_token, k_token, v_token, g_token, beta_token,
+                slot, head, first_p, p, q_token, k_token, v_token, g_token, beta_token,
                 H, G, P, N, BLOCK_N, LANES, CHANNEL, DELTA, WIDE,
             )  # fmt: skip
         if start > first:  # what is stored already would be rounded once more
-            if STORE is not None:
-                tl.debug_barrier()  # every thread has loaded its part: others may store there
-                STORE(tile, (tl.load(seed + row), start - 1, layer, head), held, p, P, N)
-                tl.debug_barrier()  # and has stored it
-            if QUANTIZE is not None:
-                # From memory, where the cache next to the processor has it, and in a shape of its own: a copy of the
-                # tile would have a say in which thread holds what of it, and so in the order of the sums over it.
-                rows_of_copy = tile_rows(0, ROWS, 1)
-                stored = LOAD(held, rows_of_copy, tile_keys(1, BLOCK_N, LANES), P, N).to(tl.float32)
-                QUANTIZE(stored, _of_head(copies, copy_strides, row, head), rows_of_copy, P, N)
+            tl.debug_barrier()  # every thread has loaded its part: others may store there
+            STORE(tile, (tl.load(seed + row), start - 1, layer, head), held, p, P, N)
         if T > 1:
             for i in range(new):
                 tile = _answer(
                     tile, i, y_at, q_at, k_at, v_at, g_at, beta_at, k_ptr, v_ptr, g_ptr, beta_ptr, u_ptr,
-                    slot, head, p, q_token, k_token, v_token, g_token, beta_token,
+                    slot, head, first_p, p, q_token, k_token, v_token, g_token, beta_token,
                     H, G, P, N, BLOCK_N, LANES, CHANNEL, DELTA, WIDE,
                 )  # fmt: skip
                 slot = tl.where(slot + 1 >= SLOTS, 0, slot + 1)
+        item += tl.num_programs(0)
+        called, _ = nth_to_flush(item // (H * TILES), flushing, rows, batch, BLOCK_B)
+
+
+@triton.jit(do_not_specialize=["batch"])
+def quantize_kernel(
+    planes, copies, rows, flushing, seqlen, flushed, batch, plane_strides, copy_strides,
+    H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, BLOCK_B: tl.constexpr,
+    ROWS: tl.constexpr, ABREAST: tl.constexpr, BLOCK_N: tl.constexpr, LANES: tl.constexpr,
+    LOAD: tl.constexpr, QUANTIZE: tl.constexpr,
+):  # fmt: skip
+    # The programs share the rows of the call that have stored a state, a head at a time.
+    let_next_begin()
+    item = tl.program_id(0)
+    called, _ = nth_to_flush(item // H, flushing, rows, batch, BLOCK_B)
+    while called >= 0:
+        row = called.to(tl.int64)
+        if rows is not None:
+            row = tl.load(rows + row).to(tl.int64)
+        head = item % H
+        if tl.load(seqlen + row) > tl.load(flushed + row):
+            p = tile_rows(0, ROWS, ABREAST)
+            held = _of_head(planes, plane_strides, row, head)
+            tile = LOAD(held, p, tile_keys(ABREAST, BLOCK_N, LANES), P, N).to(tl.float32)
+            QUANTIZE(tile, _of_head(copies, copy_strides, row, head), p, P, N)
         item += tl.num_programs(0)
         called, _ = nth_to_flush(item // H, flushing, rows, batch, BLOCK_B)
 
@@ -160,7 +179,6 @@ def store(
     rows: Tensor | None = None,
     length: Tensor | None = None,
     recurrence: Recurrence,
-    tiling: StoreTiling | None = None,
 ) -> None:
     """Fold what rows that flush have committed into their checkpoints, in any format, and copy these; answer.
 
@@ -174,46 +192,87 @@ def store(
         seed: (batch,) int64, the row's random stream.
         layer: which replay layer of the model.
         checkpoint, read_format: the names of the formats.
-        tiling: how the work is cut; None chooses by shape.
 
-    Cost: for rows that flush one state read and one written, and the copy written; an fp32 state is read once more for
-        its copy.
+    Cost: for rows that flush one state read and one written, read once more for its copy, and that written.
     """
+    step = flushing, seqlen, flushed
+    if checkpoint != EXACT:
+        _store_rounded(new, planes, ring, u, *step, seed, layer, checkpoint, rows, length, recurrence)
+    elif new is None:
+        triton_decode.flush(flushing, planes[0], ring, seqlen, flushed, recurrence=recurrence)
+    else:
+        y, q, records = new
+        called = torch.arange(len(y), device=y.device) if rows is None else rows
+        due = torch.where(flushing[called] & (called >= 0), called, -1)
+        triton_decode.replay(
+            q, records, planes[0], ring, u, *step, rows=due, length=length, recurrence=recurrence, y=y
+        )  # fmt: skip
+    if read_format is not None:
+        _copy(planes, copies, *step, checkpoint, read_format, rows, *ring.v.shape[2:], ring.k.shape[3])
+
+
+def _store_rounded(
+    new: tuple[Tensor, Tensor, Records] | None,
+    planes: Sequence[Tensor],
+    ring: Records,
+    u: Tensor | None,
+    flushing: Tensor,
+    seqlen: Tensor,
+    flushed: Tensor,
+    seed: Tensor,
+    layer: int,
+    checkpoint: str,
+    rows: Tensor | None,
+    length: Tensor | None,
+    recurrence: Recurrence,
+) -> None:
     nheads, headdim, slots = ring.v.shape[2], ring.v.shape[3], ring.v.shape[1]
     ngroups, d_state = ring.k.shape[2:]
     batch = len(flushing) if rows is None else len(rows)
-    if checkpoint == EXACT:
-        if new is None:
-            triton_decode.flush(flushing, planes[0], ring, seqlen, flushed, recurrence=recurrence)
-        else:
-            outputs, q, records = new
-            called = torch.arange(batch, device=q.device) if rows is None else rows
-            due = torch.where(flushing[called] & (called >= 0), called, -1)
-            triton_decode.replay(
-                q, records, planes[0], ring, u, flushing, seqlen, flushed, rows=due, length=length,
-                recurrence=recurrence, y=outputs,
-            )  # fmt: skip
-        new = None
-        if read_format is None:
-            return
     t, y, inputs = 0, None, []
     if new is not None:
         y, q, records = new
         t, inputs = y.shape[1], [q, *records]
     no_inputs: tuple[None, ...] = (None,) * 5
     cached = *ring, ring.v if u is None else u  # without a delta rule never looked at
-    strides = (tuple(s for plane in of for s in plane.stride()[:2]) for of in (planes, copies))
-    quantize = None
-    if read_format is not None:
-        quantize = importlib.import_module(f"replayssm.ops.triton_formats.{read_format}").quantize
-    tiling = tiling or choose_store_tiling(headdim, d_state)
-    store_kernel[(min(batch * nheads, tiling.programs),)](
-        y, tuple(planes), tuple(copies), *(inputs or no_inputs), *cached, rows, length, flushing, seqlen, flushed,
-        seed, layer, batch, *strides, *([x.stride(1) for x in inputs] or [0] * 5), *(x.stride(0) for x in cached),
+    cut = choose_store_tiling(batch, nheads, headdim, d_state, recurrence, checkpoint)
+    store_kernel[(min(batch * nheads * triton.cdiv(headdim, cut.rows), cut.programs),)](
+        y, tuple(planes), *(inputs or no_inputs), *cached, rows, length, flushing, seqlen, flushed, seed, layer, batch,
+        _outer_strides(planes), *([x.stride(1) for x in inputs] or [0] * 5), *strides(0, *cached),
         t, nheads, ngroups, headdim, d_state, slots, min(BLOCK_B, triton.next_power_of_2(batch)),
-        tiling.rows, ABREAST, tiling.keys, LANES, *FORMATS[checkpoint], quantize,
-        recurrence.decay == "channel", recurrence.delta, wide(ring.beta.dtype), num_warps=tiling.warps,
+        cut.rows, ABREAST, cut.keys, LANES, cut.warps > 1 or recurrence.decay == "channel", *FORMATS[checkpoint],
+        recurrence.decay == "channel", recurrence.delta, wide(ring.beta.dtype),
+        num_warps=cut.warps, **registers(cut.registers),
     )  # fmt: skip
+
+
+def _copy(
+    planes: Sequence[Tensor],
+    copies: Sequence[Tensor],
+    flushing: Tensor,
+    seqlen: Tensor,
+    flushed: Tensor,
+    checkpoint: str,
+    read_format: str,
+    rows: Tensor | None,
+    nheads: int,
+    headdim: int,
+    d_state: int,
+) -> None:
+    batch = len(flushing) if rows is None else len(rows)
+    quantize = importlib.import_module(f"replayssm.ops.triton_formats.{read_format}").quantize
+    cut = whole_heads(headdim, d_state)
+    quantize_kernel[(min(batch * nheads, cut.programs),)](
+        tuple(planes), tuple(copies), rows, flushing, seqlen, flushed, batch,
+        _outer_strides(planes), _outer_strides(copies), nheads, headdim, d_state,
+        min(BLOCK_B, triton.next_power_of_2(batch)), cut.rows, ABREAST, cut.keys, LANES,
+        FORMATS[checkpoint].load, quantize, num_warps=cut.warps,
+    )  # fmt: skip
+
+
+def _outer_strides(planes: Sequence[Tensor]) -> tuple[int, ...]:
+    """Those of a row and of a head, plane by plane."""
+    return tuple(stride for plane in planes for stride in plane.stride()[:2])
 
 
 READERS = {"fp16_sr": "fp16", "bf16_sr": "bf16", "int16_sr": "int16"}  # checkpoints that are no read format besides

@@ -12,7 +12,7 @@ half of a byte, its sign in bit 3; scales uint8 (..., headdim, blocks); u uint8 
 import torch
 from torch import Tensor
 
-from replayssm.cache.blocks import by_block, e4m3_scales, in_blocks, nonzero, packed, unpacked
+from replayssm.cache.blocks import by_block, e4m3_scales, in_blocks, nonzero, packed, peak_over, unpacked
 from replayssm.cache.rounding import E2M1_MOST, E4M3_MOST, from_e2m1, from_e4m3, to_e2m1, to_e4m3, to_integer
 
 BLOCK = 32
@@ -43,7 +43,7 @@ def quantize(checkpoint: Tensor, planes: tuple[Tensor, ...]) -> None:
         u = from_e4m3(us[..., term, :]) * scale_u
         fp32[..., 1 + term], fp32[..., 1 + terms + term] = scale_u.squeeze(-1), scale_v.squeeze(-1)
         rest = rest - u.unsqueeze(-1) * v.unsqueeze(-2)
-    head = nonzero(rest.abs().amax((-1, -2)) / PEAK)
+    head = nonzero(peak_over(rest, (-1, -2), PEAK))
     fp32[..., 0] = head
     blocks = in_blocks(rest, BLOCK)
     code, scale, error = _candidate(blocks, head, E2M1_MOST, whole=False)
@@ -70,7 +70,7 @@ def dequantize(planes: tuple[Tensor, ...]) -> Tensor:
 
 def _candidate(blocks: Tensor, head: Tensor, divisor: float, *, whole: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Codes, scale and sum of squared errors of each block, with its largest number over ``divisor`` as the scale."""
-    scale = e4m3_scales(blocks.abs().amax(-1) / divisor, head)
+    scale = e4m3_scales(peak_over(blocks, -1, divisor), head)
     x = blocks / by_block(scale, head)
     if whole:
         code, scale = _integer_code(x), scale | INTEGER_FLAG
@@ -97,7 +97,7 @@ def _unit(v: Tensor) -> Tensor:
 
 def _fp8(v: Tensor) -> tuple[Tensor, Tensor]:
     """E4M3 codes of v (..., n), and their scale (..., 1)."""
-    scale = nonzero(v.abs().amax(-1, keepdim=True) / E4M3_MOST)
+    scale = nonzero(peak_over(v, -1, E4M3_MOST)).unsqueeze(-1)
     return to_e4m3(v / scale, None), scale
 
 
