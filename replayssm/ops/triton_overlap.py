@@ -23,14 +23,14 @@ def beside() -> dict[str, bool]:
 
 
 @triton.jit
-def let_next_begin():
+def let_next_begin() -> None:
     """In every program of the first launch."""
     if overlaps():
         tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
-def end_after_last():
+def end_after_last() -> None:
     """At the end of every program of the second launch."""
     if overlaps():  # noqa: SIM102 - known when it is compiled
         if tl.program_id(0) == 0:  # one that waits is enough

@@ -208,7 +208,7 @@ def store(
             q, records, planes[0], ring, u, *step, rows=due, length=length, recurrence=recurrence, y=y
         )  # fmt: skip
     if read_format is not None:
-        _copy(planes, copies, *step, checkpoint, read_format, rows, *ring.v.shape[2:], ring.k.shape[3])
+        _copy(planes, copies, *step, checkpoint, read_format, rows, (*ring.v.shape[2:], ring.k.shape[3]))
 
 
 def _store_rounded(
@@ -255,10 +255,9 @@ def _copy(
     checkpoint: str,
     read_format: str,
     rows: Tensor | None,
-    nheads: int,
-    headdim: int,
-    d_state: int,
+    shape: tuple[int, int, int],
 ) -> None:
+    nheads, headdim, d_state = shape
     batch = len(flushing) if rows is None else len(rows)
     quantize = importlib.import_module(f"replayssm.ops.triton_formats.{read_format}").quantize
     cut = whole_heads(headdim, d_state)
