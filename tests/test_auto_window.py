@@ -1,4 +1,4 @@
-"""``window="auto"``: the best of the windows by counted bytes, and 0 only where replay cannot pay."""
+"""``window="auto"``: the best of the windows by weighed bytes, and 0 only where replay cannot pay."""
 
 from typing import Any
 
@@ -42,14 +42,16 @@ layers = st.builds(
 
 
 @given(st.lists(layers, min_size=1, max_size=3))
-def test_the_window_is_the_one_that_moves_the_fewest_bytes(model: list[LayerBytes]) -> None:
+def test_the_window_moves_hardly_more_than_the_fewest_bytes(model: list[LayerBytes]) -> None:
+    """And is not longer than the one that does: a byte of a record takes more time than one of a state."""
+
     def moved(window: int) -> int:
         return sum(sum(replay_step(each, window)) for each in model)
 
-    chosen = choose("triton", 2**20, 1, model)
+    chosen, least = choose("triton", 2**20, 1, model), min(WINDOWS, key=moved)
     assert chosen in WINDOWS
-    least = min(moved(window) for window in WINDOWS)
-    assert moved(chosen) - least <= 2 * len(model)  # whole bytes: two quotients a layer are rounded down
+    assert chosen <= least or moved(chosen) - moved(least) <= 2 * len(model)  # two quotients a layer are rounded down
+    assert moved(chosen) <= 1.05 * moved(least)
 
 
 @given(st.lists(layers, min_size=1, max_size=3), st.integers(1, 512), st.integers(2, 64))
@@ -68,9 +70,9 @@ def test_more_rows_never_turn_replay_off(model: list[LayerBytes], batch: int) ->
 
 def test_one_row_of_a_small_published_layer_is_decoded_conventionally_and_a_batch_is_not() -> None:
     published = {
-        "mamba2": (layer("mamba2", 8, 64, 128, 16, torch.bfloat16, "meta"), 20, 20),
-        "gated_deltanet": (layer("gated_deltanet", 16, 128, 128, 2, torch.bfloat16, "meta"), 0, 16),
-        "kda": (layer("kda", 32, 128, 128, 1, torch.bfloat16, "meta"), 0, 12),
+        "mamba2": (layer("mamba2", 8, 64, 128, 16, torch.bfloat16, "meta"), 16, 16),
+        "gated_deltanet": (layer("gated_deltanet", 16, 128, 128, 2, torch.bfloat16, "meta"), 0, 12),
+        "kda": (layer("kda", 32, 128, 128, 1, torch.bfloat16, "meta"), 0, 8),
     }
     for name, (sizes, alone, window) in published.items():
         assert choose("triton", 1, 1, [sizes]) == choose("triton", 1, 1, [sizes] * 7) == alone, name

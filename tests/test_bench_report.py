@@ -205,9 +205,10 @@ def test_without_a_gpu_the_model_is_printed_and_nothing_timed(
     shown = capsys.readouterr().out
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in shown.splitlines() if line.startswith("| ")]
     assert [row[:3] for row in rows[2:]] == [
-        [case.layer, case.geometry, batch] for case in CASES[:2] for batch in ("1", "256")
+        [case.layer, case.geometry, window] for case, window in zip(CASES[:2], ("16", "12"), strict=True) for _ in "12"
     ]
-    assert [row[-1] for row in rows[2:]] == ["1.81", "1.81", "1.79", "1.79"]
+    assert [row[3] for row in rows[2:]] == ["1", "256"] * 2
+    assert [row[-1] for row in rows[2:]] == ["1.81", "1.81", "1.77", "1.77"]
     assert "Nothing was timed" in shown
 
 
@@ -219,7 +220,8 @@ def test_a_run_writes_what_passed_and_says_what_did_not(
     document = made_up_document()
 
     def measured(case: Case, batch: int, **named: Any) -> dict[str, Any] | None:
-        assert (named["window"], named["dtype"], named["ceiling"]) == (16, torch.bfloat16, 4.5)
+        window = {"mamba2": 16, "gdn": 12, "kda": 8}[case.layer]
+        assert (named["window"], named["dtype"], named["ceiling"]) == (window, torch.bfloat16, 4.5)
         entry = next(each for each in document["runs"] if (each["layer"], each["batch"]) == (case.layer, batch))
         return None if case.layer == failing else entry
 
@@ -233,7 +235,7 @@ def test_a_run_writes_what_passed_and_says_what_did_not(
     written = report.load(tmp_path / "kernel_nvidia-h200.json")
     assert set(written) == set(document)
     assert (written["gpu"], written["commit"], written["python"]) == ("NVIDIA H200", "abc", platform.python_version())
-    assert written["command"].endswith("--batch 1 32 --window 16 --dtype bfloat16")
+    assert written["command"].endswith("--batch 1 32 --window auto --dtype bfloat16")
     expected = [each for each in document["runs"] if each["batch"] < 256 and each["layer"] != failing]
     assert written["runs"] == expected
     shown = capsys.readouterr()

@@ -364,8 +364,8 @@ def test_plan_chooses_the_window_of_the_kernels_and_says_that_small_batches_are_
     alone = planned(capsys, "--model", "qwen3.5-4b")
     assert "batch 1, window 0," in alone
     assert "Below batch 32" in alone
-    assert "batch 256, window 20," in planned(capsys, "--model", "nemotron-3-super", "--batch", "256")
-    assert "batch 1, window 20, tokens a step 4," in planned(capsys, "--model", "nemotron-3-super", "--drafts", "3")
+    assert "batch 256, window 16," in planned(capsys, "--model", "nemotron-3-super", "--batch", "256")
+    assert "batch 1, window 16, tokens a step 4," in planned(capsys, "--model", "nemotron-3-super", "--drafts", "3")
 
 
 def test_plan_counts_full_attention_up_to_the_length_that_is_asked_for(

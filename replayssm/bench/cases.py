@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from replayssm import ReplayGatedDeltaNet, ReplayKDA, ReplayLayer, ReplayMamba2, ReplayStateCache
-from replayssm.cache.auto_window import LayerBytes
+from replayssm.cache.auto_window import LayerBytes, choose
 from replayssm.ops.records import Records, Recurrence
 
 BATCHES = (1, 8, 32, 128, 256, 512)
@@ -48,6 +48,10 @@ class Case:
             layer, 1, window=0, checkpoint=checkpoint, read_format=read_format, backend="torch", device="meta"
         )
         return LayerBytes.of(cache[0])
+
+    def window(self, dtype: torch.dtype, checkpoint: str = "fp32", read_format: str | None = None) -> int:
+        """Tokens: what ``window="auto"`` takes where there are many rows."""
+        return choose("triton", 2**20, 1, [self.layer_bytes(dtype, checkpoint, read_format)])
 
     def draw(
         self, batch: int, t: int, *, dtype: torch.dtype, device: torch.device | str, seed: int

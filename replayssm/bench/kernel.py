@@ -2,11 +2,12 @@
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+from replayssm import arguments
 from replayssm.bench import kernel_report, report, timing
 from replayssm.bench.cases import BATCHES, Case
 from replayssm.bench.machine import about
@@ -23,7 +24,8 @@ STAGES = ("tuning the conventional step", "checking", "timing")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``replayssm bench kernel``."""
     add_cases(parser, BATCHES)
-    parser.add_argument("--window", type=int, default=16, help="tokens (default 16); window 0 is timed beside it")
+    said = 'tokens; "auto" (default) is what a cache takes where there are many rows; window 0 is timed beside it'
+    parser.add_argument("--window", type=arguments.window, default="auto", help=said)
     parser.add_argument("--checkpoint", choices=NAMES, default="fp32", help="format of the states (default fp32)")
     parser.add_argument("--read-format", choices=formats.names(), help="of a copy that steps read; default: none")
     add_output(parser)
@@ -36,28 +38,33 @@ def run(options: argparse.Namespace) -> int:
         The exit status: 0, or 1 if a case failed its correctness gate; such a case is neither timed nor written.
     """
     cases = chosen_cases(options)
-    if not 2 <= options.window <= 64:
+    if options.window != "auto" and not 2 <= options.window <= 64:
         raise ValueError(
             f"--window must be 2 to 64 tokens; got {options.window}. Window 0 is timed beside every other one."
         )
     if not torch.cuda.is_available():
-        print(traffic_table(cases, options.batch, options.window, DTYPES[options.dtype]))
+        print(traffic_table(_windows(cases, options), options.batch, DTYPES[options.dtype]))
         print("\nThis is the traffic model (replayssm/plan.py). Nothing was timed: torch finds no GPU here.")
         return 0
     return _measure(cases, options)
 
 
-def traffic_table(cases: Sequence[Case], batches: Sequence[int], window: int, dtype: torch.dtype) -> str:
+def _windows(cases: Sequence[Case], options: argparse.Namespace) -> dict[Case, int]:
+    formats = DTYPES[options.dtype], options.checkpoint, options.read_format
+    return {case: case.window(*formats) if options.window == "auto" else options.window for case in cases}
+
+
+def traffic_table(windows: Mapping[Case, int], batches: Sequence[int], dtype: torch.dtype) -> str:
     """Megabytes of states and records that a step moves, as a table."""
     rows = []
-    for case in cases:
+    for case, window in windows.items():
         layer = case.layer_bytes(dtype)
         sizes = StateBytes(layer.state, layer.record)
         conventional, replay = sum(conventional_traffic(sizes)), sum(replay_traffic(sizes, window))
         for batch in batches:
             moved = [f"{batch * each / 1e6:,.1f}" for each in (conventional, replay)]
-            rows.append([case.layer, case.geometry, str(batch), *moved, f"{conventional / replay:.2f}"])
-    header = ["layer", "geometry", "batch", "conventional (MB)", f"replay, window {window} (MB)", "ratio"]
+            rows.append([case.layer, case.geometry, str(window), str(batch), *moved, f"{conventional / replay:.2f}"])
+    header = ["layer", "geometry", "window", "batch", "conventional (MB)", "replay (MB)", "ratio"]
     return report.markdown(header, rows)
 
 
@@ -147,12 +154,13 @@ def _measure(cases: Sequence[Case], options: argparse.Namespace) -> int:
         "read_ceiling_tb_s": ceiling,
         "runs": [],
     }
+    windows = _windows(cases, options)
     wanted = [(case, batch) for case in cases for batch in options.batch]
     for case, batch in wanted:
         entry = measure_case(
             case,
             batch,
-            window=options.window,
+            window=windows[case],
             dtype=DTYPES[options.dtype],
             device=device,
             # new ones for each case: they keep the states that they have seen

@@ -19,12 +19,24 @@ def block(document: dict[str, Any]) -> str:
 def table(document: dict[str, Any]) -> str:
     """Microseconds of a decode step of one layer, a row for each case."""
     header = [
-        *("layer", "batch", "conventional", "TB/s", "replay", "speed-up", "no row flushes", "all flush", "window 0"),
+        *(
+            "layer",
+            "window",
+            "batch",
+            "conventional",
+            "TB/s",
+            "replay",
+            "speed-up",
+            "no row flushes",
+            "all flush",
+            "window 0",
+        ),
         *("of the read ceiling", "best published"),
     ]
     rows = [
         [
             NAMES[run["layer"]],
+            str(run["window"]),
             str(run["batch"]),
             f"{run['conventional_us']:.1f} ± {run['conventional_spread_us'] / 2:.1f}",
             f"{run['conventional_tb_s']:.2f}",
@@ -44,10 +56,9 @@ def table(document: dict[str, Any]) -> str:
 def conditions(document: dict[str, Any]) -> str:
     """One paragraph: on what, with what, and how the figures were taken."""
     runs = document["runs"]
-    windows = " and ".join(sorted({str(run["window"]) for run in runs}))
     dtypes = " and ".join(sorted({run["dtype"] for run in runs}))
     return (
-        f"Microseconds of one layer's step, one token a row, on {versions(document)}. Window {windows}, {dtypes} "
+        f"Microseconds of one layer's step, one token a row, on {versions(document)}: {dtypes} "
         "activations, fp32 state, always from memory. Medians over whole windows in CUDA graphs, each row flushing "
         "once a window; ± is half of what lies between the 10th and the 90th percentile. Conventional is the best of "
         "the launch configurations of a Triton kernel, timed in turn with replay, and its TB/s count the state alone; "
