@@ -30,3 +30,12 @@ def test_one_token_out_of_a_convolution_is_read_where_it_lies_and_several_are_co
         assert (got.data_ptr() == part.data_ptr()) == (t == 1)
         assert got[0, 0].is_contiguous()
         assert got.stride(0) == t * got.stride(1)
+
+
+@pytest.mark.parametrize("t", [1, 2])
+def test_axes_of_one_may_have_any_stride(t: int) -> None:
+    part = torch.arange(3 * t * 8, device=DEVICE).as_strided((3, t, 1, 4), (8 * t, 8, 99, 1))
+    got = by_token(part)
+    assert torch.equal(got, part)
+    assert got.data_ptr() == part.data_ptr()
+    assert got.stride(0) == t * got.stride(1)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from replayssm.cache.checkpoint import EXACT
 from replayssm.cache.packing import masked
-from replayssm.cache.ring import read_rings, write_rings
+from replayssm.cache.ring import pass_on, read_rings, write_rings
 from replayssm.cache.selection import Selection
 from replayssm.cache.step import Clock, ModuleState, Step
 from replayssm.cache.stored_state import StoredState, check_formats
@@ -184,10 +184,7 @@ class LayerState(ModuleState):
         """
         step = self.called()
         history = self.geometry.d_conv - 1
-        (past,) = read_rings((self.conv,), step.cache_rows, step.start - history, history)
-        written = torch.arange(-history, 0, device=x.device) + step.start.unsqueeze(1) >= 0
-        write_rings((self.conv,), step, (x.detach(),))
-        window = torch.cat([masked(past, written).to(x.dtype), x], dim=1)
+        window = pass_on(self.conv, step, x, history)
         if step.tree is None:
             return window
         tokens = (step.tree.lookback(history + 1) + history).flatten(1)

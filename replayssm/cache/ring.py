@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from replayssm.cache.packing import masked
 from replayssm.cache.step import Step
 
 
@@ -57,6 +58,28 @@ def write_rings(rings: Sequence[Tensor], step: Step, values: Sequence[Tensor]) -
         new = step.put(new[called, newest] if step.t > slots else new).to(ring.dtype)
         # the slots of a row are distinct, so a position that is not real can write back what it finds
         ring.index_put_(index, torch.where(real.reshape(real.shape + (1,) * (ring.ndim - 2)), new, ring[index]))
+
+
+def pass_on(ring: Tensor, step: Step, values: Tensor, history: int) -> Tensor:
+    """The ``history`` tokens before those of a step, and these behind them, which are written into their slots.
+
+    Args:
+        ring: (batch, slots, ...), with at least ``history`` slots beside those of the new tokens.
+        values: (rows of the call, t, ...), real tokens first.
+
+    Returns:
+        (rows of the call, history + t, ...), a new tensor; before a sequence's first token stand zeros.
+    """
+    every_token = step.valid is None and history + step.t <= ring.shape[1]  # found together, in half the launches
+    tokens = step.start.unsqueeze(1) + torch.arange(-history, step.t if every_token else 0, device=ring.device)
+    rows = torch.arange(len(tokens), device=ring.device) if step.cache_rows is None else step.cache_rows
+    rows, slots = rows.unsqueeze(1), tokens.remainder(ring.shape[1])
+    past = masked(ring[rows, slots[:, :history]], tokens[:, :history] >= 0)
+    if every_token:
+        ring.index_put_((rows, slots[:, history:]), values.detach().to(ring.dtype))
+    else:
+        write_rings((ring,), step, (values.detach(),))
+    return torch.cat([past.to(values.dtype), values], dim=1)
 
 
 def keep_path(rings: Sequence[Tensor], start: Tensor, nodes: Tensor, kept: Tensor) -> None:

@@ -1,5 +1,7 @@
 """What launchers of kernels share: strides, limits, and the dtype of sums."""
 
+from collections.abc import Sequence
+
 import torch
 import triton.language as tl
 from torch import Tensor
@@ -8,11 +10,32 @@ from torch import Tensor
 def by_token(x: Tensor) -> Tensor:
     """(rows, t, ...) whose heads and features are dense, and in which one stride leads from token to token; a view of x
     where there is one."""
-    dense = x[0, 0].is_contiguous()
-    if dense and x.shape[1] == 1:  # the stride of an axis of one means nothing: it gets that from row to row
-        return x.as_strided(x.shape, (x.stride(0), x.stride(0), *x.stride()[2:]))
-    dense = dense and (x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1))
-    return x if dense else x.contiguous()
+    row, token, *inner = x.stride()
+    if not _dense(x.shape[2:], inner):
+        return x.contiguous()
+    if x.shape[1] == 1:  # the stride of an axis of one means nothing: it gets that from row to row
+        return x if row == token else x.as_strided(x.shape, (row, row, *inner))
+    return x if x.shape[0] == 1 or row == x.shape[1] * token else x.contiguous()
+
+
+def _dense(sizes: Sequence[int], strides: Sequence[int]) -> bool:
+    """As ``is_contiguous`` of one token, without making it."""
+    expected = 1
+    for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def padded(count: int) -> int:
+    """The least power of two that is not below ``count``."""
+    return 1 << (count - 1).bit_length()
+
+
+def pieces(count: int, size: int) -> int:
+    """How many of ``size`` hold ``count``."""
+    return -(-count // size)
 
 
 def strides(axis: int, *tensors: Tensor) -> tuple[int, ...]:

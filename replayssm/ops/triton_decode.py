@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from replayssm.ops import triton_tokens
-from replayssm.ops.launching import by_token, registers, strides, wide
+from replayssm.ops.launching import by_token, padded, pieces, registers, strides, wide
 from replayssm.ops.records import Records, Recurrence
 from replayssm.ops.tiling import Tiling, choose_tiling, choose_tokens_tiling
 from replayssm.ops.triton_fold import (
@@ -251,13 +251,13 @@ def replay(
         y = torch.empty(batch, t, nheads, headdim, dtype=checkpoint.dtype, device=q.device)
     new = tuple(by_token(x) for x in (q, *records))
     cached = checkpoint, *ring, ring.v if u is None else u  # without a delta rule u is never looked at
-    programs = batch * nheads * triton.cdiv(headdim, tiling.block_p)
-    flushers = min(batch * nheads * triton.cdiv(headdim, tiling.fold_p), tiling.flushers)
-    block_n = triton.next_power_of_2(d_state)
+    programs = batch * nheads * pieces(headdim, tiling.block_p)
+    flushers = min(batch * nheads * pieces(headdim, tiling.fold_p), tiling.flushers)
+    block_n = padded(d_state)
     token_kernel[(flushers + programs,)](
         y, checkpoint, *new, *cached[1:], rows, length, flushing, seqlen, flushed, batch, flushers,
         *strides(1, *new), *strides(0, *cached), nheads, ngroups, headdim, d_state, slots,
-        min(BLOCK_B, triton.next_power_of_2(batch)), min(tiling.records, triton.next_power_of_2(slots - t)),
+        min(BLOCK_B, padded(batch)), min(tiling.records, padded(slots - t)),
         tiling.block_p, tiling.read_p, tiling.fold_p, FEW, ABREAST, block_n, min(LANES, block_n),
         recurrence.decay == "channel", recurrence.delta, wide(checkpoint.dtype),
         num_warps=1, **registers(tiling.registers),
@@ -285,10 +285,10 @@ def fold_by_products(
     called = batch if rows is None else len(rows)
     slots = ring.v.shape[1]
     cut = choose_tokens_tiling(called, nheads, headdim, recurrence)
-    fold_kernel[(min(called * nheads * triton.cdiv(headdim, cut.fold_p), cut.flushers),)](
+    fold_kernel[(min(called * nheads * pieces(headdim, cut.fold_p), cut.flushers),)](
         checkpoint, *ring, rows, which, seqlen, flushed, called, *strides(0, checkpoint, *ring),
-        nheads, ring.k.shape[2], headdim, d_state, slots, min(BLOCK_B, triton.next_power_of_2(called)), cut.fold_p,
-        max(16, min(triton.next_power_of_2(slots - t), cut.records)), max(16, triton.next_power_of_2(d_state)),
+        nheads, ring.k.shape[2], headdim, d_state, slots, min(BLOCK_B, padded(called)), cut.fold_p,
+        max(16, min(padded(slots - t), cut.records)), max(16, padded(d_state)),
         wide(checkpoint.dtype), num_warps=cut.fold_p // 16,
     )  # fmt: skip
 
@@ -309,8 +309,8 @@ def flush(
     """
     batch, nheads, headdim, d_state = checkpoint.shape
     tiling = tiling or choose_tiling(batch, nheads, headdim, d_state, recurrence)
-    block_n = triton.next_power_of_2(d_state)
-    flush_kernel[(batch * nheads * triton.cdiv(headdim, tiling.fold_p),)](
+    block_n = padded(d_state)
+    flush_kernel[(batch * nheads * pieces(headdim, tiling.fold_p),)](
         which, checkpoint, *ring, seqlen, flushed, *strides(0, checkpoint, *ring),
         nheads, ring.k.shape[2], headdim, d_state, ring.v.shape[1], tiling.fold_p, ABREAST, block_n,
         min(LANES, block_n), recurrence.decay == "channel", recurrence.delta, wide(checkpoint.dtype), num_warps=1,

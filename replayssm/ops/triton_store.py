@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from replayssm.ops import triton_copies, triton_decode, triton_tokens
-from replayssm.ops.launching import by_token, registers, strides, wide
+from replayssm.ops.launching import by_token, padded, pieces, registers, strides, wide
 from replayssm.ops.records import Records, Recurrence
 from replayssm.ops.tiling import choose_store_tiling, whole_heads
 from replayssm.ops.triton_checkpoints import EXACT, FORMATS
@@ -236,10 +236,10 @@ def _store_rounded(
     no_inputs: tuple[None, ...] = (None,) * 5
     cached = *ring, ring.v if u is None else u  # without a delta rule never looked at
     cut = choose_store_tiling(batch, nheads, headdim, d_state, recurrence, checkpoint)
-    store_kernel[(min(batch * nheads * triton.cdiv(headdim, cut.rows), cut.programs),)](
+    store_kernel[(min(batch * nheads * pieces(headdim, cut.rows), cut.programs),)](
         y, tuple(planes), *(inputs or no_inputs), *cached, rows, length, flushing, seqlen, flushed, seed, layer, batch,
         _outer_strides(planes), *([x.stride(1) for x in inputs] or [0] * 5), *strides(0, *cached),
-        t, nheads, ngroups, headdim, d_state, slots, min(BLOCK_B, triton.next_power_of_2(batch)),
+        t, nheads, ngroups, headdim, d_state, slots, min(BLOCK_B, padded(batch)),
         cut.rows, ABREAST, cut.keys, LANES, cut.warps > 1 or recurrence.decay == "channel", *FORMATS[checkpoint],
         recurrence.decay == "channel", recurrence.delta, wide(ring.beta.dtype),
         num_warps=cut.warps, **registers(cut.registers),
@@ -264,7 +264,7 @@ def _copy(
     quantize_kernel[(min(batch * nheads, cut.programs),)](
         tuple(planes), tuple(copies), rows, flushing, seqlen, flushed, batch,
         _outer_strides(planes), _outer_strides(copies), nheads, headdim, d_state,
-        min(BLOCK_B, triton.next_power_of_2(batch)), cut.rows, ABREAST, cut.keys, LANES,
+        min(BLOCK_B, padded(batch)), cut.rows, ABREAST, cut.keys, LANES,
         FORMATS[checkpoint].load, quantize, num_warps=cut.warps,
     )  # fmt: skip
 
