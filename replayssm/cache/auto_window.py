@@ -13,6 +13,9 @@ WINDOWS = range(8, 33, 4)  # tokens
 # A byte of a record takes as long as this many of a state: it is read in small pieces, and multiplied by every program.
 # So on an H200 the windows that move the fewest bytes, 20, 16 and 12, are slower than 16, 12 and 8 or as fast (1 %).
 RECORD_COST = 1.5
+# A flush that rounds and copies computes for as long as this many times its bytes would take: nvfp4 copies on an H200,
+# batch 256, windows 16 and 32, in microseconds: Mamba-2 222 and 198, Gated DeltaNet 139 and 126, KDA 167 and 172.
+COPY_COST = 3
 # Bytes of state that the rows of one layer must hold before replay pays. On an H200 (bench/results) one row of the
 # published Gated DeltaNet and KDA layers, 2 MiB, takes 3.9 and 4.1 us with window 0 and 4.4 and 5.3 with 16; one row of
 # Mamba-2, 4 MiB, takes 5.5 and 5.2, and from there on a window is always faster than none.
@@ -86,7 +89,7 @@ def choose(backend: str, batch: int, step_tokens: int, layers: Sequence[LayerByt
 
     A flush that moves S bytes once in L tokens, and L / 2 records of r bytes that are read at each of them, cost least
     near ``L = sqrt(2 S / (1.5 r))``, summed over the layers of the model; around it the cost is flat. S is a state, or
-    two where steps read a copy. With bf16 activations and fp32 states, the published Mamba-2, Gated DeltaNet and KDA
+    six where steps read a copy. With bf16 activations and fp32 states, the published Mamba-2, Gated DeltaNet and KDA
     layers of docs/math.md, section 5, get 16, 12 and 8.
 
     Args:
@@ -105,6 +108,7 @@ def choose(backend: str, batch: int, step_tokens: int, layers: Sequence[LayerByt
     if step_tokens == 1 and not copies and batch * state < LEAST_STATE * len(layers):
         return 0
     flush, record = (sum(sizes) for sizes in zip(*((layer.flush, layer.live_record) for layer in layers), strict=True))
+    flush *= COPY_COST if copies else 1
     return max(min(WINDOWS, key=lambda window: flush / window + RECORD_COST * record * window / 2), step_tokens)
 
 
