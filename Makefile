@@ -4,8 +4,9 @@ PYTEST ?= -q -n 2 --dist worksteal
 PROMPT ?= def read_lines(path):
 
 # What runs on a GPU at all: not the command line, files, packaging, plans and the bench's arithmetic.
-GPU_TESTS = gpu fla_scan triton_states triton_decode decode_backends replay_properties layers ops key_precision cache* \
-	cases* attention mla moe hybrid generate graphs speculative long_speculation verify drafters mtp mtp_decoder
+GPU_TESTS = gpu fla_scan triton_states triton_decode triton_store triton_rounding separate_precisions launching \
+	decode_backends replay_properties layers ops key_precision cache* cases* attention mla moe hybrid generate graphs \
+	speculative long_speculation verify drafters mtp mtp_decoder
 
 BIN = $(VENV)/bin
 OLDEST = 5.17

@@ -41,7 +41,8 @@ def test_every_kernel_compiles_and_fits(target):
     if target != "sm_100":
         assert not [kernel for kernel in kernels if kernel["tf32"]]
     if target == "sm_90" and triton.__version__.startswith(f"{tiling.SWEPT_WITH}."):
-        tuned = [k for k in kernels if k["geometry"] != "odd" and (k["t"] == 1 or k["kernel"] == "states_kernel")]
+        timed = [k for k in kernels if k["geometry"] != "odd" and k.get("checkpoint") in (None, "fp32", "fp16_sr")]
+        tuned = [k for k in timed if k["t"] == 1 or k["kernel"] == "states_kernel"]
         # sweeps chose limits of registers that make copy_kernel spill a little
         spilled = [k for k in tuned if k["stack"] and k["kernel"] != "copy_kernel"]
         assert not spilled, "\n".join(map(json.dumps, spilled))
