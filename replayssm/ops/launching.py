@@ -43,6 +43,11 @@ def strides(axis: int, *tensors: Tensor) -> tuple[int, ...]:
     return tuple(x.stride(axis) for x in tensors)
 
 
+def outer_strides(planes: Sequence[Tensor]) -> tuple[int, ...]:
+    """Those of a row and of a head, plane by plane."""
+    return tuple(stride for plane in planes for stride in plane.stride()[:2])
+
+
 def registers(most: int | None) -> dict[str, int]:
     """A limit of registers a thread; what is not NVIDIA's has no such option."""
     return {} if most is None or torch.version.hip else {"maxnreg": most}

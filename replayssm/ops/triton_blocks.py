@@ -27,6 +27,15 @@ INT8_BLOCK, FP4_BLOCK = tl.constexpr(32), tl.constexpr(16)
 
 
 @triton.jit
+def of_head(planes, strides, row, head):
+    """Planes of a head; strides are those of a row and of a head, plane by plane."""
+    found = (planes[0] + row * strides[0] + head * strides[1],)
+    for i in tl.static_range(1, len(planes)):
+        found = found + (planes[i] + row * strides[2 * i] + head * strides[2 * i + 1],)  # type: ignore[assignment]  # noqa: RUF005
+    return found
+
+
+@triton.jit
 def in_blocks(x, BLOCK: tl.constexpr):
     """(ABREAST, deep, a, b) -> (ABREAST, deep, a b / BLOCK, BLOCK), neighbours in a row stay neighbours."""
     return tl.reshape(x, (x.shape[0], x.shape[1], x.shape[2] * x.shape[3] // BLOCK, BLOCK))

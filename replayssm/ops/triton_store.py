@@ -3,9 +3,8 @@
 A program owns rows of a head, or a whole one where some scales are of a head. It answers from what it has folded,
 before any rounding. A kernel knows no format: it gets the functions that load, store and copy a tile.
 
-The copy is made by a launch of its own, from what is stored, which the cache next to the processors still has. So no
-read format has a say in which thread holds what of a state that is folded, and with that in the order of the sums over
-it. An fp32 checkpoint is folded and answered by the kernels of ``triton_decode``, as it is without a copy.
+The copy is made by a launch of its own (``triton_quantize``). An fp32 checkpoint is folded and answered by the kernels
+of ``triton_decode``, as it is without a copy.
 """
 
 import importlib
@@ -16,28 +15,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from replayssm.ops import triton_copies, triton_decode, triton_tokens
-from replayssm.ops.launching import by_token, padded, pieces, registers, strides, wide
+from replayssm.ops import triton_copies, triton_decode, triton_quantize, triton_tokens
+from replayssm.ops.launching import by_token, outer_strides, padded, pieces, registers, strides, wide
 from replayssm.ops.records import Records, Recurrence
-from replayssm.ops.tiling import choose_store_tiling, whole_heads
+from replayssm.ops.tiling import choose_store_tiling
+from replayssm.ops.triton_blocks import of_head
 from replayssm.ops.triton_checkpoints import EXACT, FORMATS
 from replayssm.ops.triton_decode import ABREAST, BLOCK_B, LANES
-from replayssm.ops.triton_fold import as_keys, folded, nth_to_flush, over_keys, tile_keys, tile_rows
+from replayssm.ops.triton_fold import as_keys, folded, nth_to_flush, over_keys, tile_rows
 from replayssm.ops.triton_overlap import let_next_begin
 from replayssm.ops.triton_records import append_shared
 
 # Axes: T new tokens, H value heads, G key groups, P headdim, N d_state; n and p are indices of keys and of rows of a
 # state. A name ending in _ptr points at the row of the cache that the program works on, one ending in _at at the first
 # new token of the row of the call. Tiles of the state: see triton_fold.
-
-
-@triton.jit
-def _of_head(planes, strides, row, head):
-    """Planes of a head; strides are those of a row and of a head, plane by plane."""
-    found = (planes[0] + row * strides[0] + head * strides[1],)
-    for i in tl.static_range(1, len(planes)):
-        found = found + (planes[i] + row * strides[2 * i] + head * strides[2 * i + 1],)  # type: ignore[assignment]  # noqa: RUF005
-    return found
 
 
 @triton.jit
@@ -104,7 +95,7 @@ def store_kernel(
         k_ptr, v_ptr, g_ptr = k + row * k_stride, v + row * v_stride, g + row * g_stride
         beta_ptr, u_ptr = beta + row * beta_stride, u + row * u_stride
         start, first = tl.load(seqlen + row), tl.load(flushed + row)
-        held = _of_head(planes, plane_strides, row, head)
+        held = of_head(planes, plane_strides, row, head)
         tile = folded(
             held, k_ptr, v_ptr, g_ptr, beta_ptr, first, start, head, first_p,
             H, G, P, N, SLOTS, ROWS, ABREAST, BLOCK_N, LANES, LOAD, ONCE, CHANNEL, DELTA, WIDE,
@@ -135,31 +126,6 @@ def store_kernel(
                 slot = tl.where(slot + 1 >= SLOTS, 0, slot + 1)
         item += tl.num_programs(0)
         called, _ = nth_to_flush(item // (H * TILES), flushing, rows, batch, BLOCK_B)
-
-
-@triton.jit(do_not_specialize=["batch"])
-def quantize_kernel(
-    planes, copies, rows, flushing, seqlen, flushed, batch, plane_strides, copy_strides,
-    H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, BLOCK_B: tl.constexpr,
-    ROWS: tl.constexpr, ABREAST: tl.constexpr, BLOCK_N: tl.constexpr, LANES: tl.constexpr,
-    LOAD: tl.constexpr, QUANTIZE: tl.constexpr,
-):  # fmt: skip
-    # The programs share the rows of the call that have stored a state, a head at a time.
-    let_next_begin()
-    item = tl.program_id(0)
-    called, _ = nth_to_flush(item // H, flushing, rows, batch, BLOCK_B)
-    while called >= 0:
-        row = called.to(tl.int64)
-        if rows is not None:
-            row = tl.load(rows + row).to(tl.int64)
-        head = item % H
-        if tl.load(seqlen + row) > tl.load(flushed + row):
-            p = tile_rows(0, ROWS, ABREAST)
-            held = _of_head(planes, plane_strides, row, head)
-            tile = LOAD(held, p, tile_keys(ABREAST, BLOCK_N, LANES), P, N).to(tl.float32)
-            QUANTIZE(tile, _of_head(copies, copy_strides, row, head), p, P, N)
-        item += tl.num_programs(0)
-        called, _ = nth_to_flush(item // H, flushing, rows, batch, BLOCK_B)
 
 
 def store(
@@ -208,7 +174,7 @@ def store(
             q, records, planes[0], ring, u, *step, rows=due, length=length, recurrence=recurrence, y=y
         )  # fmt: skip
     if read_format is not None:
-        _copy(planes, copies, *step, checkpoint, read_format, rows, (*ring.v.shape[2:], ring.k.shape[3]))
+        triton_quantize.copy(planes, copies, *step, rows, checkpoint, read_format, (*ring.v.shape[2:], ring.k.shape[3]))
 
 
 def _store_rounded(
@@ -238,40 +204,12 @@ def _store_rounded(
     cut = choose_store_tiling(batch, nheads, headdim, d_state, recurrence, checkpoint)
     store_kernel[(min(batch * nheads * pieces(headdim, cut.rows), cut.programs),)](
         y, tuple(planes), *(inputs or no_inputs), *cached, rows, length, flushing, seqlen, flushed, seed, layer, batch,
-        _outer_strides(planes), *([x.stride(1) for x in inputs] or [0] * 5), *strides(0, *cached),
+        outer_strides(planes), *([x.stride(1) for x in inputs] or [0] * 5), *strides(0, *cached),
         t, nheads, ngroups, headdim, d_state, slots, min(BLOCK_B, padded(batch)),
         cut.rows, ABREAST, cut.keys, LANES, cut.warps > 1 or recurrence.decay == "channel", *FORMATS[checkpoint],
         recurrence.decay == "channel", recurrence.delta, wide(ring.beta.dtype),
         num_warps=cut.warps, **registers(cut.registers),
     )  # fmt: skip
-
-
-def _copy(
-    planes: Sequence[Tensor],
-    copies: Sequence[Tensor],
-    flushing: Tensor,
-    seqlen: Tensor,
-    flushed: Tensor,
-    checkpoint: str,
-    read_format: str,
-    rows: Tensor | None,
-    shape: tuple[int, int, int],
-) -> None:
-    nheads, headdim, d_state = shape
-    batch = len(flushing) if rows is None else len(rows)
-    quantize = importlib.import_module(f"replayssm.ops.triton_formats.{read_format}").quantize
-    cut = whole_heads(headdim, d_state)
-    quantize_kernel[(min(batch * nheads, cut.programs),)](
-        tuple(planes), tuple(copies), rows, flushing, seqlen, flushed, batch,
-        _outer_strides(planes), _outer_strides(copies), nheads, headdim, d_state,
-        min(BLOCK_B, padded(batch)), cut.rows, ABREAST, cut.keys, LANES,
-        FORMATS[checkpoint].load, quantize, num_warps=cut.warps,
-    )  # fmt: skip
-
-
-def _outer_strides(planes: Sequence[Tensor]) -> tuple[int, ...]:
-    """Those of a row and of a head, plane by plane."""
-    return tuple(stride for plane in planes for stride in plane.stride()[:2])
 
 
 READERS = {"fp16_sr": "fp16", "bf16_sr": "bf16", "int16_sr": "int16"}  # checkpoints that are no read format besides
