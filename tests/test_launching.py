@@ -6,7 +6,7 @@ from draws import DEVICE
 
 pytest.importorskip("triton")
 
-from replayssm.ops.launching import by_token
+from replayssm.ops.launching import by_token, token_strides
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -19,7 +19,8 @@ def test_a_part_of_a_projection_is_read_where_it_lies(rows: int, t: int) -> None
     assert torch.equal(got, part)
     assert got.data_ptr() == part.data_ptr()
     if rows > 1:
-        assert got.stride() == (20 * t, 20, 4, 1)
+        assert token_strides(got) == (20,)
+        assert got.stride(0) == 20 * t
 
 
 def test_one_token_out_of_a_convolution_is_read_where_it_lies_and_several_are_copied() -> None:
@@ -29,7 +30,7 @@ def test_one_token_out_of_a_convolution_is_read_where_it_lies_and_several_are_co
         assert torch.equal(got, part)
         assert (got.data_ptr() == part.data_ptr()) == (t == 1)
         assert got[0, 0].is_contiguous()
-        assert got.stride(0) == t * got.stride(1)
+        assert token_strides(got) == (got.stride(0) // t,)
 
 
 @pytest.mark.parametrize("t", [1, 2])
@@ -38,4 +39,4 @@ def test_axes_of_one_may_have_any_stride(t: int) -> None:
     got = by_token(part)
     assert torch.equal(got, part)
     assert got.data_ptr() == part.data_ptr()
-    assert got.stride(0) == t * got.stride(1)
+    assert token_strides(got) == (got.stride(0) // t,)

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from replayssm.cache.packing import masked
 from replayssm.cache.step import Step
 
 
@@ -64,21 +63,18 @@ def pass_on(ring: Tensor, step: Step, values: Tensor, history: int) -> Tensor:
     """The ``history`` tokens before those of a step, and these behind them, which are written into their slots.
 
     Args:
-        ring: (batch, slots, ...), with at least ``history`` slots beside those of the new tokens.
-        values: (rows of the call, t, ...), real tokens first.
+        ring: (batch, slots, channels), with at least ``history`` slots beside those of the new tokens.
+        values: (rows of the call, t, channels), real tokens first.
 
     Returns:
-        (rows of the call, history + t, ...), a new tensor; before a sequence's first token stand zeros.
+        (rows of the call, history + t, channels), a new tensor; before a sequence's first token stand zeros.
     """
-    every_token = step.valid is None and history + step.t <= ring.shape[1]  # found together, in half the launches
-    tokens = step.start.unsqueeze(1) + torch.arange(-history, step.t if every_token else 0, device=ring.device)
-    rows = torch.arange(len(tokens), device=ring.device) if step.cache_rows is None else step.cache_rows
-    rows, slots = rows.unsqueeze(1), tokens.remainder(ring.shape[1])
-    past = masked(ring[rows, slots[:, :history]], tokens[:, :history] >= 0)
-    if every_token:
-        ring.index_put_((rows, slots[:, history:]), values.detach().to(ring.dtype))
-    else:
+    rows, before, missing, new = step.around(history, ring.shape[1])
+    past = ring[rows, before].masked_fill_(missing.unsqueeze(2), 0)
+    if new is None:
         write_rings((ring,), step, (values.detach(),))
+    else:
+        ring.index_put_((rows, new), values.detach().to(ring.dtype))
     return torch.cat([past.to(values.dtype), values], dim=1)
 
 

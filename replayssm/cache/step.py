@@ -6,7 +6,7 @@ on the device; a value is read only where reading is free (``checks.readable``).
 """
 
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,22 @@ ERRORS = (
     "commit was given a path that leaves the tree (it was cut there)",
 )
 KEPT, INTERIOR, OVERFLOW, PARENTS, PATH = range(5)
+
+
+class Around(NamedTuple):
+    """Where the tokens before a step and its own stand in a ring.
+
+    Attributes:
+        rows: (rows of the call, 1) int64, the cache row of each.
+        before: (rows of the call, history) int64, the slots of the tokens before the step, oldest first.
+        missing: (rows of the call, history) bool, those before a sequence's first token.
+        new: (rows of the call, t) int64, the slots of its own, or None where some are to be passed over.
+    """
+
+    rows: Tensor
+    before: Tensor
+    missing: Tensor
+    new: Tensor | None
 
 
 class Step(Packing):
@@ -68,6 +84,7 @@ class Step(Packing):
         pending = clock.seqlen - clock.flushed
         room = 0 if self.scan else clock.window - (t if all_real else self.row_length)
         self.flushing = pending > room
+        self._around: dict[tuple[int, int], Around] = {}
         if self.present is not None:
             self.row_length = torch.where(self.present, self.row_length, 0)
             self.flushing = self.flushing.logical_and(self.present)
@@ -76,6 +93,18 @@ class Step(Packing):
         """(rows of the call, t) int64: where each new token stands in its sequence, in packed order."""
         offset = torch.arange(self.t, device=self.start.device) if self.tree is None else self.tree.depth
         return self.start.unsqueeze(1) + offset
+
+    def around(self, history: int, slots: int) -> Around:
+        """Where its tokens and the ``history`` ones before stand in rings of ``slots``; found once for all modules."""
+        if (history, slots) not in self._around:
+            every_token = self.valid is None and history + self.t <= slots
+            offset = torch.arange(-history, self.t if every_token else 0, device=self.start.device)
+            tokens = self.start.unsqueeze(1) + offset
+            ring, past = tokens.remainder(slots), tokens[:, :history]
+            rows = torch.arange(len(tokens), device=tokens.device) if self.cache_rows is None else self.cache_rows
+            new = ring[:, history:] if every_token else None
+            self._around[history, slots] = Around(rows.unsqueeze(1), ring[:, :history], past < 0, new)
+        return self._around[history, slots]
 
     def take(self, cached: Tensor) -> Tensor:
         """Cache rows -> rows of the call; an arbitrary row stands in for a row that is off."""

@@ -8,14 +8,17 @@ from torch import Tensor
 
 
 def by_token(x: Tensor) -> Tensor:
-    """(rows, t, ...) whose heads and features are dense, and in which one stride leads from token to token; a view of x
-    where there is one."""
+    """(rows, t, ...) whose heads and features are dense, and in which one stride leads from token to token, that of
+    ``token_strides``; x itself where it is so."""
     row, token, *inner = x.stride()
-    if not _dense(x.shape[2:], inner):
-        return x.contiguous()
-    if x.shape[1] == 1:  # the stride of an axis of one means nothing: it gets that from row to row
-        return x if row == token else x.as_strided(x.shape, (row, row, *inner))
-    return x if x.shape[0] == 1 or row == x.shape[1] * token else x.contiguous()
+    one_stride = x.shape[1] == 1 or x.shape[0] == 1 or row == x.shape[1] * token
+    return x if one_stride and _dense(x.shape[2:], inner) else x.contiguous()
+
+
+def token_strides(*tensors: Tensor) -> tuple[int, ...]:
+    """From token to token of what ``by_token`` gives; of one token from row to row: the stride of an axis of one means
+    nothing, and to make a view that has the other one takes longer than to ask."""
+    return tuple(x.stride(0 if x.shape[1] == 1 else 1) for x in tensors)
 
 
 def _dense(sizes: Sequence[int], strides: Sequence[int]) -> bool:

@@ -1,5 +1,6 @@
 """How a launch cuts states into programs of one warp."""
 
+from functools import cache as memoized
 from typing import NamedTuple
 
 from replayssm.ops.records import Recurrence
@@ -40,6 +41,7 @@ CHANNEL = (
 ENOUGH = 1000  # programs that keep such a processor busy
 
 
+@memoized
 def choose_tiling(batch: int, nheads: int, headdim: int, d_state: int, recurrence: Recurrence) -> Tiling:
     """The tallest programs of which there are enough; a state of more than 128 keys is held in shorter pieces."""
     tilings = CHANNEL if recurrence.decay == "channel" else DELTA if recurrence.delta else PLAIN

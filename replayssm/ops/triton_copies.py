@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from replayssm.ops.launching import padded, pieces, registers, strides
+from replayssm.ops.launching import padded, pieces, registers, strides, token_strides
 from replayssm.ops.records import Records, Recurrence
 from replayssm.ops.tiling import choose_copy_tiling
 from replayssm.ops.triton_overlap import beside, end_after_last
@@ -107,7 +107,7 @@ def read(
     cut = choose_copy_tiling(batch, nheads, headdim, recurrence, held.__module__.rpartition(".")[2])
     copy_kernel[(batch * nheads * pieces(headdim, cut.block_p),)](
         y, planes, *new, *cached, rows, length, flushing, seqlen, flushed,
-        *strides(1, *new), strides(0, *planes), *strides(0, *cached), nheads, ngroups, headdim, d_state, slots,
+        *token_strides(*new), strides(0, *planes), *strides(0, *cached), nheads, ngroups, headdim, d_state, slots,
         min(cut.records, padded(slots - 1)), cut.block_p, max(16, padded(d_state)),
         recurrence.decay == "channel", recurrence.delta, held, num_warps=1, **registers(cut.registers), **beside(),
     )  # fmt: skip

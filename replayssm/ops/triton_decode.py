@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from replayssm.ops import triton_tokens
-from replayssm.ops.launching import by_token, padded, pieces, registers, strides, wide
+from replayssm.ops.launching import by_token, padded, pieces, registers, strides, token_strides, wide
 from replayssm.ops.records import Records, Recurrence
 from replayssm.ops.tiling import Tiling, choose_tiling, choose_tokens_tiling
 from replayssm.ops.triton_fold import (
@@ -256,7 +256,7 @@ def replay(
     block_n = padded(d_state)
     token_kernel[(flushers + programs,)](
         y, checkpoint, *new, *cached[1:], rows, length, flushing, seqlen, flushed, batch, flushers,
-        *strides(1, *new), *strides(0, *cached), nheads, ngroups, headdim, d_state, slots,
+        *token_strides(*new), *strides(0, *cached), nheads, ngroups, headdim, d_state, slots,
         min(BLOCK_B, padded(batch)), min(tiling.records, padded(slots - t)),
         tiling.block_p, tiling.read_p, tiling.fold_p, FEW, ABREAST, block_n, min(LANES, block_n),
         recurrence.decay == "channel", recurrence.delta, wide(checkpoint.dtype),

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from replayssm.ops import triton_copies, triton_decode, triton_quantize, triton_tokens
-from replayssm.ops.launching import by_token, outer_strides, padded, pieces, registers, strides, wide
+from replayssm.ops.launching import by_token, outer_strides, padded, pieces, registers, strides, token_strides, wide
 from replayssm.ops.records import Records, Recurrence
 from replayssm.ops.tiling import choose_store_tiling
 from replayssm.ops.triton_blocks import of_head
@@ -204,7 +204,7 @@ def _store_rounded(
     cut = choose_store_tiling(batch, nheads, headdim, d_state, recurrence, checkpoint)
     store_kernel[(min(batch * nheads * pieces(headdim, cut.rows), cut.programs),)](
         y, tuple(planes), *(inputs or no_inputs), *cached, rows, length, flushing, seqlen, flushed, seed, layer, batch,
-        outer_strides(planes), *([x.stride(1) for x in inputs] or [0] * 5), *strides(0, *cached),
+        outer_strides(planes), *(token_strides(*inputs) or [0] * 5), *strides(0, *cached),
         t, nheads, ngroups, headdim, d_state, slots, min(BLOCK_B, padded(batch)),
         cut.rows, ABREAST, cut.keys, LANES, cut.warps > 1 or recurrence.decay == "channel", *FORMATS[checkpoint],
         recurrence.decay == "channel", recurrence.delta, wide(ring.beta.dtype),

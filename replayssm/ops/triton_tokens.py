@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from replayssm.ops.launching import by_token, padded, pieces, registers, strides, wide
+from replayssm.ops.launching import by_token, padded, pieces, registers, strides, token_strides, wide
 from replayssm.ops.records import Records, Recurrence
 from replayssm.ops.tiling import choose_tokens_tiling
 from replayssm.ops.triton_answers import answer
@@ -96,7 +96,7 @@ def read(
     block_t, block_n = padded(t), max(16, padded(d_state))
     tokens_kernel[(batch * nheads * pieces(headdim, cut.block_p),)](
         y, planes, *new, *cached, rows, length, flushing, seqlen, flushed,
-        *strides(1, *new), strides(0, *planes), *strides(0, *cached), t, nheads, ngroups, headdim, d_state, slots,
+        *token_strides(*new), strides(0, *planes), *strides(0, *cached), t, nheads, ngroups, headdim, d_state, slots,
         block_t, max(8, block_t), max(16, padded(slots - t)), cut.block_p,
         min(cut.keys, block_n) if held is None else block_n, cut.stages, recurrence.decay == "channel",
         recurrence.delta, wide(dtype), held, num_warps=cut.warps, **registers(cut.registers),
