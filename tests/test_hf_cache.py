@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from replayssm import hf
 from replayssm.hf.cache_layer import ReplayLinearLayer
+from replayssm.hf.lockstep import Lockstep
 
 transformers = pytest.importorskip("transformers")
 NAMES = ("nemotron_h", "mamba2", "qwen3_5", "kimi_linear", "falcon_h1", "zamba2")
@@ -292,3 +293,75 @@ def test_a_copy_of_a_cache_holds_no_model():
     entries = [layer for layer in copy.deepcopy(cache).layers if isinstance(layer, ReplayLinearLayer)]
     assert len(entries) == 2
     assert not any(isinstance(value, torch.nn.Module) for entry in entries for value in vars(entry).values())
+
+
+def entries_of(cache):
+    return [layer for layer in cache.layers if isinstance(layer, ReplayLinearLayer)]
+
+
+def apart(cache):
+    """Let every layer make its own steps."""
+    for entry in entries_of(cache):
+        entry.lockstep = Lockstep()
+
+
+CHANGES = {
+    "nothing": lambda entries: None,
+    "one layer is reordered": lambda entries: entries[0].reorder_cache(torch.tensor([1, 0])),
+    "one layer is reset": lambda entries: entries[1].reset(),
+    "all layers are reset": lambda entries: [entry.reset() for entry in entries],
+    "one layer holds tokens back": lambda entries: entries[0].activate_past_recording(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("name", ["qwen3_5", "mamba2", "nemotron_h"])
+def test_layers_that_share_a_step_compute_what_each_would_alone(name, change):
+    model, batch = patched(name)[0], prompts(7, 4)
+    shared, alone = fresh_cache(model), fresh_cache(model)
+    for number in range(2 * WINDOW + 2):
+        ids = prompts(1, 1, seed=number)["input_ids"] if number else batch["input_ids"]
+        mask = torch.cat([batch["attention_mask"], torch.ones(2, number, dtype=torch.long)], dim=1)
+        apart(alone)
+        assert torch.equal(*(step(model, ids, cache, attention_mask=mask) for cache in (shared, alone)))
+        if number == WINDOW:
+            for cache in (shared, alone):
+                change(entries_of(cache))
+            shared = copy.deepcopy(shared)
+
+
+def test_layers_that_have_come_the_same_way_take_the_same_step_and_others_do_not():
+    model, batch = patched("qwen3_5")[0], prompts(7, 4)
+    cache = fresh_cache(model)
+    step(model, batch["input_ids"], cache, attention_mask=batch["attention_mask"])
+    first, second = entries_of(cache)
+    assert first.past is second.past is not None
+    step(model, prompts(1, 1)["input_ids"], cache)
+    assert first.past is second.past
+    first, second = entries_of(copy.deepcopy(cache))
+    assert first.past is second.past
+    first.reorder_cache(torch.tensor([1, 0]))
+    assert first.past is not second.past
+
+
+def test_layers_with_other_masks_take_other_steps():
+    model = patched("mamba2")[0]
+    x, masks = torch.randn(2, 3, 32, dtype=torch.float64), prompts(3, 2)["attention_mask"]
+    outputs = []
+    for separate in (False, True):
+        cache = fresh_cache(model)
+        step(model, prompts(6, 6)["input_ids"], cache)
+        if separate:
+            apart(cache)
+        with torch.no_grad():
+            for block, mask in zip(model.backbone.layers, (masks, masks.flip(0)), strict=True):
+                outputs.append(block.mixer(x, cache, attention_mask=mask))
+    assert torch.equal(torch.stack(outputs[:2]), torch.stack(outputs[2:]))
+
+
+def test_a_copy_of_a_cache_that_was_filled_in_inference_mode_continues_outside():
+    model, ids = patched("qwen3_5")[0], prompts(9)["input_ids"]
+    cache = fresh_cache(model)
+    with torch.inference_mode():
+        step(model, ids, cache)
+    assert_continues("qwen3_5", model, ids, copy.deepcopy(cache))

@@ -10,6 +10,7 @@ from replayssm.cache.layer_state import Geometry, LayerState
 from replayssm.cache.state_cache import ReplayStateCache
 from replayssm.checks import expect
 from replayssm.hf.cores import Core
+from replayssm.hf.lockstep import Lockstep
 from replayssm.hf.options import Options
 
 
@@ -42,9 +43,10 @@ class ReplayLinearLayer(LinearAttentionCacheLayerMixin):
     is_compileable = False
     is_croppable = True
 
-    def __init__(self, options: Options, layer_idx: int):
+    def __init__(self, options: Options, layer_idx: int, lockstep: Lockstep):
         super().__init__()
-        self.options, self.layer_idx = options, layer_idx
+        self.options, self.layer_idx, self.lockstep = options, layer_idx, lockstep
+        self.past: object | None = None  # what its counters have seen; see Lockstep
         self.replay: ReplayStateCache | None = None
         self.core: Core | None = None  # of the mixer that came last: to make one takes longer than several launches
         self.recent: _Recent | None = None
@@ -105,13 +107,16 @@ class ReplayLinearLayer(LinearAttentionCacheLayerMixin):
     def _run(self, core: Core, x: Tensor, mask: Tensor | None) -> Tensor:
         """A forward that is kept."""
         cache = self._replay
+        self.lockstep.offer(cache.clock, self.past, x.shape[1], mask)
+        final = None
         if self.is_empty:
             y, final = core.begin(x, cache[0], mask)
-            cache.commit()
-            cache[0].checkpoint = final
-            return y
-        y = core(x, cache[0], attention_mask=mask)
+        else:
+            y = core(x, cache[0], attention_mask=mask)
+        self.past = self.lockstep.kept(cache.clock, self.past)
         cache.commit()
+        if final is not None:
+            cache[0].checkpoint = final
         return y
 
     def _step_back_and_forward(self, core: Core, x: Tensor, mask: Tensor | None) -> Tensor:
@@ -126,6 +131,7 @@ class ReplayLinearLayer(LinearAttentionCacheLayerMixin):
         ahead = max(0, new.x.shape[1] - self.options.step_tokens)
         first, last = new.split(ahead)
         outputs = [self._run(core, first.x, first.mask)] if ahead else []
+        self.past = object()  # what will be kept of this step is each layer's own
         outputs.append(core(last.x, self._replay[0], attention_mask=last.mask))
         self.recent = last
         return torch.cat(outputs, dim=1)[:, -x.shape[1] :]
@@ -168,7 +174,7 @@ class ReplayLinearLayer(LinearAttentionCacheLayerMixin):
         """Forget all tokens; the memory stays."""
         if self.replay is not None:
             self.replay.reset()
-        self.recent, self.verifying, self.columns = None, False, 0
+        self.recent, self.past, self.verifying, self.columns = None, None, False, 0
         self.has_previous_state[0] = False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -176,6 +182,7 @@ class ReplayLinearLayer(LinearAttentionCacheLayerMixin):
         if self.is_empty:
             return
         self.settle()
+        self.past = object()
         old = self._replay
         index = beam_idx.to(old.seqlen.device)
         if len(index) == old.batch:
@@ -239,9 +246,9 @@ class ReplayLinearLayer(LinearAttentionCacheLayerMixin):
 class ReplayHybridLayer(ReplayLinearLayer, DynamicLayer):
     """The entry of a block that holds a mixer and full attention: keys and values beside the replay layer."""
 
-    def __init__(self, options: Options, layer_idx: int):
+    def __init__(self, options: Options, layer_idx: int, lockstep: Lockstep):
         DynamicLayer.__init__(self)
-        ReplayLinearLayer.__init__(self, options, layer_idx)
+        ReplayLinearLayer.__init__(self, options, layer_idx, lockstep)
 
     lazy_initialization = DynamicLayer.lazy_initialization
     offload = DynamicLayer.offload

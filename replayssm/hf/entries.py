@@ -10,6 +10,7 @@ from transformers.cache_utils import (
 
 from replayssm.checks import expect
 from replayssm.hf.cache_layer import ReplayHybridLayer, ReplayLinearLayer
+from replayssm.hf.lockstep import Lockstep
 from replayssm.hf.options import Options
 
 KINDS = {LinearAttentionLayer: ReplayLinearLayer, LinearAttentionAndFullAttentionLayer: ReplayHybridLayer}
@@ -47,7 +48,8 @@ def layer_of(where: str, cache: Cache, layer_idx: int, options: Options) -> Repl
             f"{where}: cache must be fresh, or made by the patched model; got a state of the unpatched one for layer "
             f"{layer_idx}. Start with a fresh cache."
         )
-    ours = kind(options, layer_idx)
+    others = [layer.lockstep for layer in cache.layers if isinstance(layer, ReplayLinearLayer)]
+    ours = kind(options, layer_idx, others[0] if others else Lockstep())
     ours.record_past = stock.record_past
     if isinstance(ours, ReplayHybridLayer):  # attention may have come first
         for name in ("keys", "values", "is_initialized", "device", "dtype"):

@@ -87,7 +87,9 @@ class ReplayMixer:
                 f"{where}: a row must hold one sequence; got packed documents ({', '.join(PACKED)}). "
                 "Pad the batch instead."
             )
-        mask = None if attention_mask is None else attention_mask != 0
+        mask = attention_mask
+        if mask is not None and mask.is_floating_point():
+            mask = mask != 0
         if cache is None:
             return self.core(self, hidden_states)(hidden_states, attention_mask=mask)
         options: Options = self.__dict__[MARK]
