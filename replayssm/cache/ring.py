@@ -39,11 +39,10 @@ def write_rings(rings: Sequence[Tensor], step: Step, values: Sequence[Tensor]) -
         values: for each ring (rows of the call, t, ...), real tokens first.
     """
     slots = rings[0].shape[1]
-    if step.valid is None and step.t <= slots:  # nothing to pass over, in half the launches
-        tokens = step.start.unsqueeze(1) + torch.arange(step.t, device=step.start.device)
-        index = torch.arange(len(tokens), device=tokens.device).unsqueeze(1), tokens.remainder(slots)
+    rows, _, _, own = step.around(0, slots)
+    if own is not None:  # nothing to pass over, in half the launches
         for ring, new in zip(rings, values, strict=True):
-            ring.index_put_(index, new.to(ring.dtype))
+            ring.index_put_((rows, own), new.to(ring.dtype))
         return
     count = min(step.t, slots)
     newest = (step.length - count).clamp(min=0).unsqueeze(1) + torch.arange(count, device=step.length.device)
@@ -69,12 +68,12 @@ def pass_on(ring: Tensor, step: Step, values: Tensor, history: int) -> Tensor:
     Returns:
         (rows of the call, history + t, channels), a new tensor; before a sequence's first token stand zeros.
     """
-    rows, before, missing, new = step.around(history, ring.shape[1])
-    past = ring[rows, before].masked_fill_(missing.unsqueeze(2), 0)
-    if new is None:
-        write_rings((ring,), step, (values.detach(),))
-    else:
-        ring.index_put_((rows, new), values.detach().to(ring.dtype))
+    rows, slots, missing, new = step.around(history, ring.shape[1])
+    if new is not None and values.dtype == ring.dtype and not values.requires_grad:
+        ring.index_put_((rows, new), values)
+        return ring[rows, slots].masked_fill_(missing, 0)  # written and read back: one launch less than to join them
+    past = ring[rows, slots[:, :history]].masked_fill_(missing[:, :history], 0)
+    write_rings((ring,), step, (values.detach(),))
     return torch.cat([past.to(values.dtype), values], dim=1)
 
 

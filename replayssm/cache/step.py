@@ -30,13 +30,15 @@ class Around(NamedTuple):
 
     Attributes:
         rows: (rows of the call, 1) int64, the cache row of each.
-        before: (rows of the call, history) int64, the slots of the tokens before the step, oldest first.
-        missing: (rows of the call, history) bool, those before a sequence's first token.
-        new: (rows of the call, t) int64, the slots of its own, or None where some are to be passed over.
+        slots: (rows of the call, history + t) int64, of the tokens before the step, oldest first, and of its own; of
+            those before alone where ``new`` is None.
+        missing: (rows of the call, tokens of ``slots``, 1) bool, what stands before a sequence's first token.
+        new: (rows of the call, t) int64, the slots of its own; None where some tokens are to be passed over, or where
+            the ring has no room for all beside those before.
     """
 
     rows: Tensor
-    before: Tensor
+    slots: Tensor
     missing: Tensor
     new: Tensor | None
 
@@ -100,10 +102,10 @@ class Step(Packing):
             every_token = self.valid is None and history + self.t <= slots
             offset = torch.arange(-history, self.t if every_token else 0, device=self.start.device)
             tokens = self.start.unsqueeze(1) + offset
-            ring, past = tokens.remainder(slots), tokens[:, :history]
             rows = torch.arange(len(tokens), device=tokens.device) if self.cache_rows is None else self.cache_rows
-            new = ring[:, history:] if every_token else None
-            self._around[history, slots] = Around(rows.unsqueeze(1), ring[:, :history], past < 0, new)
+            found = tokens.remainder(slots)
+            new = found[:, history:] if every_token else None
+            self._around[history, slots] = Around(rows.unsqueeze(1), found, (tokens < 0).unsqueeze(2), new)
         return self._around[history, slots]
 
     def take(self, cached: Tensor) -> Tensor:

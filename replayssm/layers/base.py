@@ -71,6 +71,7 @@ class ReplayLayer(nn.Module):
         self.nheads, self.headdim, self.d_state, self.ngroups = nheads, headdim, d_state, ngroups
         self.d_model, self.conv_channels, self.d_conv = d_model, conv_channels, d_conv
         self.scan_backend: Backend = scan_backend
+        self._geometry = Geometry(nheads, headdim, d_state, ngroups, conv_channels, d_conv, self.recurrence)
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -235,12 +236,6 @@ class ReplayLayer(nn.Module):
             if parameter.is_floating_point() and parameter.numel() >= largest.numel():
                 largest = parameter
         return largest
-
-    @property
-    def _geometry(self) -> Geometry:
-        return Geometry(
-            self.nheads, self.headdim, self.d_state, self.ngroups, self.conv_channels, self.d_conv, self.recurrence
-        )
 
     def _check_input(self, x: Tensor, state: LayerState | None, rows: Tensor | None, parents: Tensor | None) -> None:
         name = type(self).__name__

@@ -1,6 +1,7 @@
 """What launchers of kernels share: strides, limits, and the dtype of sums."""
 
 from collections.abc import Sequence
+from functools import cache as memoized
 
 import torch
 import triton.language as tl
@@ -10,9 +11,7 @@ from torch import Tensor
 def by_token(x: Tensor) -> Tensor:
     """(rows, t, ...) whose heads and features are dense, and in which one stride leads from token to token, that of
     ``token_strides``; x itself where it is so."""
-    row, token, *inner = x.stride()
-    one_stride = x.shape[1] == 1 or x.shape[0] == 1 or row == x.shape[1] * token
-    return x if one_stride and _dense(x.shape[2:], inner) else x.contiguous()
+    return x if _is_by_token(x.shape, x.stride()) else x.contiguous()
 
 
 def token_strides(*tensors: Tensor) -> tuple[int, ...]:
@@ -21,14 +20,14 @@ def token_strides(*tensors: Tensor) -> tuple[int, ...]:
     return tuple(x.stride(0 if x.shape[1] == 1 else 1) for x in tensors)
 
 
-def _dense(sizes: Sequence[int], strides: Sequence[int]) -> bool:
-    """As ``is_contiguous`` of one token, without making it."""
+@memoized  # of few shapes, those of steps
+def _is_by_token(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     expected = 1
-    for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
+    for size, stride in zip(reversed(shape[2:]), reversed(strides[2:]), strict=True):
         if size != 1 and stride != expected:
             return False
         expected *= size
-    return True
+    return shape[1] == 1 or shape[0] == 1 or strides[0] == shape[1] * strides[1]
 
 
 def padded(count: int) -> int:
