@@ -99,8 +99,8 @@ def test_a_text_that_rounding_does_not_explain_is_left_out(
 
 
 def test_rounding_explains_two_tokens_that_are_equally_likely_and_no_others(small: HybridLM) -> None:
-    prompt = list(b"\0def main(")
-    plain = generate(small, [prompt], max_new_tokens=6)[0]
+    prompt = torch.tensor(list(b"\0def main("))
+    plain = generate(small, prompt.unsqueeze(0), max_new_tokens=6)[0]
     other = plain.clone()
     other[4] = (other[4] + 1) % 256
     assert not speculative.explained(small, prompt, plain, other)
@@ -116,7 +116,7 @@ def test_the_first_tokens_are_not_in_the_times(small: HybridLM, monkeypatch: pyt
     """A prompt and its graph take 5 s, a token 10 ms without drafts, and 4 ms with."""
     begun: list[tuple[str | None, int]] = []
 
-    def timed(model: HybridLM, ids: list[list[int]], num_tokens: int, drafter: str | None, *rest: Any) -> Any:
+    def timed(model: HybridLM, ids: torch.Tensor, num_tokens: int, drafter: str | None, *rest: Any) -> Any:
         begun.append((drafter, num_tokens))
         return 5 + num_tokens * (0.01 if drafter is None else 0.004), torch.zeros(len(ids), num_tokens)
 
@@ -131,7 +131,7 @@ def test_the_first_tokens_are_not_in_the_times(small: HybridLM, monkeypatch: pyt
 
 def test_prompts_are_other_pieces_of_held_out_modules_in_each_round() -> None:
     texts = held_out.held_out_documents().values()
-    rounds = [[bytes(ids) for ids in speculative.prompts(64, number)] for number in range(3)]
+    rounds = [[bytes(ids) for ids in speculative.prompts(64, number).tolist()] for number in range(3)]
     every = [prompt for prompts in rounds for prompt in prompts]
     assert len(set(every)) == 3 * 64
     for prompt in every:
@@ -169,3 +169,14 @@ def test_a_report_has_a_row_for_each_run_and_names_each_loss() -> None:
     assert "4 of 1542 differ" in told
     assert all(f"<{name}>" in told for name in ("gpu", "driver", "torch", "triton", "commit"))
     assert speculative_report.plots(document) == {}
+
+
+@pytest.mark.parametrize("option", ["--batch", "--num-drafts", "--max-new-tokens"])
+def test_a_number_beyond_64_bits_is_refused_by_name(small: HybridLM, option: str) -> None:
+    with pytest.raises(ValueError, match=f"{option} must be an int of 64 bits; got 1{'0' * 20}. Give another number."):
+        bench(option, str(10**20))
+
+
+def test_prompts_beyond_memory_are_refused_before_one_is_made() -> None:
+    with pytest.raises(RuntimeError, match="allocate"):
+        speculative.prompts(10**13, 0)

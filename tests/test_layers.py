@@ -208,3 +208,11 @@ def test_an_impossible_layer_is_refused(kind, options, words):
 def test_an_unknown_scan_backend_is_refused():
     with refused(NotImplementedError, "scan_backend", "'auto', 'torch', 'fla'", "cuda"):
         M.but(scan_backend="cuda").build()
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("geometry", CASES, ids=repr)
+def test_a_traced_layer_gives_what_the_layer_gives(geometry):
+    layer, x = geometry.build(), geometry.input(2, 5, seed=1)
+    with torch.no_grad():
+        assert_same_bits(torch.jit.trace(layer, (x,))(x), layer(x))

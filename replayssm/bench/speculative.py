@@ -17,6 +17,7 @@ from replayssm.bench.held_out import SEPARATOR, passages
 from replayssm.bench.machine import about
 from replayssm.bench.options import add_output
 from replayssm.bench.progress import Progress
+from replayssm.checks import expect_int64
 from replayssm.models import HybridLM, from_pretrained
 
 DRAFTERS = ("prompt_lookup", "mtp", "draft")
@@ -62,6 +63,8 @@ def run(options: argparse.Namespace) -> int:
     for (name, bound), value in zip(least.items(), (min(batches), options.num_drafts, num_tokens), strict=True):
         if value < bound:
             raise ValueError(f"{name} must be at least {bound}; got {value}. Give another number.")
+    for name, value in zip(least, (max(batches), options.num_drafts, num_tokens), strict=True):
+        expect_int64("bench speculative", name, value, "Give another number.")
     if not on_gpu:
         torch.set_num_threads(1)  # the model is too small to share between threads
     model, _ = from_pretrained("tiny", device=device)
@@ -148,20 +151,25 @@ def measure_batch(
     return entries
 
 
-def prompts(batch: int, number: int) -> list[list[int]]:
-    """The ids of the ``number``-th ``batch`` passages; when all have been used, they come again."""
-    found = passages(PROMPT - 1, SPACING)
-    return [list(SEPARATOR + found[(number * batch + row) % len(found)]) for row in range(batch)]
+def prompts(batch: int, number: int) -> Tensor:
+    """The ids (batch, PROMPT) of the ``number``-th ``batch`` passages; when all have been used, they come again.
+
+    Raises:
+        RuntimeError: they do not fit the memory of this machine.
+    """
+    found = torch.tensor([list(SEPARATOR + passage) for passage in passages(PROMPT - 1, SPACING)])
+    turned = found.roll(-(number * batch) % len(found), 0)
+    return turned.repeat(-(-batch // len(found)), 1)[:batch]  # all memory at once: a batch beyond it is refused there
 
 
 @torch.no_grad()
-def explained(model: HybridLM, prompt: list[int], plain: Tensor, drafted: Tensor) -> bool:
+def explained(model: HybridLM, prompt: Tensor, plain: Tensor, drafted: Tensor) -> bool:
     """Whether rounding explains that two greedy texts (tokens,) differ, where they first do.
 
     Both tokens must be as likely as the likeliest one, in fp64, up to what rounding moves logits by.
     """
     at = int((plain != drafted).long().argmax())
-    ids = torch.tensor([prompt + plain[:at].tolist()], device=plain.device)
+    ids = torch.cat([prompt.to(plain.device), plain[:at]]).unsqueeze(0)
     rounded = model(ids, logits_to_keep=1)[0, -1].double()
     exact = copy.deepcopy(model).double()(ids, logits_to_keep=1)[0, -1]
     least = torch.minimum(exact[plain[at]], exact[drafted[at]])
@@ -169,7 +177,7 @@ def explained(model: HybridLM, prompt: list[int], plain: Tensor, drafted: Tensor
 
 
 def _timed(
-    model: HybridLM, ids: list[list[int]], num_tokens: int, drafter: str | None, num_drafts: int, counts: Acceptance
+    model: HybridLM, ids: Tensor, num_tokens: int, drafter: str | None, num_drafts: int, counts: Acceptance
 ) -> tuple[float, Tensor]:
     """Seconds, and the new tokens (batch, num_tokens)."""
     drafting = model if drafter == "draft" else drafter

@@ -252,7 +252,7 @@ def _channel_grams(xs: tuple[Tensor, ...], k: Tensor, g: Tensor) -> list[Tensor]
     e^(G_s - G_i) = e^(G_s - G_border) e^(G_border - G_i), and both exponents are <= 0: a product of matrices a level.
     """
     time = k.shape[-2]
-    size = 1 << (time - 1).bit_length()
+    size = 1 << (int(time) - 1).bit_length()  # torch.jit.trace takes sizes as tensors, which have no bit_length
     x = torch.stack([F.pad(x, (0, 0, time - x.shape[-2], size - time)) for x in xs])
     k, g = F.pad(k, (0, 0, 0, size - time)), F.pad(g, (0, 0, 0, size - time))
     gram = (x * k).sum(-1)[..., None, None].expand(*x.shape[:3], g.shape[2], size, 1, 1)  # (..., blocks, block, block)
