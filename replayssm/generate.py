@@ -3,6 +3,7 @@
 import operator
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Literal
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,9 @@ from replayssm.prefill import prefill
 from replayssm.sampling import Sampler
 
 Prompts = Tensor | Sequence[Sequence[int]]
+
+# caches that a run has begun on and not left; not an attribute of theirs, which a copy of a cache would carry on
+_running: WeakSet[ReplayStateCache] = WeakSet()
 
 
 def generate(
@@ -73,7 +77,7 @@ def generate(
         num_drafts: most guesses a step and row.
         acceptance: counts how many were right.
         stream: return an iterator of (batch, n) tensors, as the tokens come: the next columns that are final in every
-            row. Joined they are the result without ``stream``.
+            row. Joined they are the result without ``stream``. Its cache is free again at its end or ``close()``.
         cuda_graphs: on a GPU, record a step once and replay it. False for a model that reads values on the host or has
             hooks that must run at every step.
         progress: called with (prompt tokens done, prompt tokens) after each piece of a long prompt.
@@ -83,6 +87,7 @@ def generate(
 
     Raises:
         ValueError: an argument out of range; nothing has been run then. Or the answer of ``propose`` is none.
+        RuntimeError: another run on the cache has not ended; it goes on as if this one had not been asked for.
     """
     _expect_types(model, cache, acceptance)
     device = device_of(model)
@@ -118,6 +123,7 @@ def generate(
         f"generate: cache must have step_tokens of at least {1 + num_drafts}, a token and num_drafts={num_drafts}; got "
         f"{cache.step_tokens}. Build it with step_tokens={1 + num_drafts}, or ask for fewer drafts.",
     )
+    _expect_free(cache)
     lengths = torch.full_like(cache.seqlen, tokens.shape[1]) if mask is None else mask.sum(1)
     needed = _expect_room(cache, lengths, max_new_tokens)
     if chosen is not None:
@@ -150,6 +156,23 @@ def _decode(
     progress: Callable[[int, int], None] | None,
 ) -> Iterator[Tensor]:
     """Read the prompts, then yield the next columns of the result until every row has ended."""
+    _expect_free(decoding.cache)
+    _running.add(decoding.cache)
+    try:
+        yield from _pieces(decoding, tokens, mask, acceptance, cuda_graphs, progress)
+    finally:
+        _running.discard(decoding.cache)
+
+
+def _pieces(
+    decoding: Decoding,
+    tokens: Tensor,
+    mask: Tensor | None,
+    acceptance: Acceptance | None,
+    cuda_graphs: bool,
+    progress: Callable[[int, int], None] | None,
+) -> Iterator[Tensor]:
+    """``_decode``, once the cache is this run's own."""
     drafter = decoding.drafter
     observe = drafter.read_prompt if drafter is not None and drafter.reads_hidden else None
     read = prefill(decoding.model, decoding.cache, tokens, mask, observe=observe, progress=progress)
@@ -266,6 +289,15 @@ def _ends(eos: object, device: torch.device) -> Tensor:
     for end in ids:
         expect_int64("generate", "eos", end, "Use ids of the tokenizer: one, several, or None for no end.")
     return torch.tensor(ids, dtype=torch.int64, device=device)
+
+
+def _expect_free(cache: ReplayStateCache) -> None:
+    """Refuse a cache that another run is still continuing: tokens of both would mix in its rows."""
+    if cache in _running:
+        raise RuntimeError(
+            "generate: cache must be free, with no other run on it; got one whose stream has not ended. Take the "
+            "stream to its end or close() it first, or give this run a copy.deepcopy of the cache."
+        )
 
 
 def _expect_room(cache: ReplayStateCache, lengths: Tensor, max_new_tokens: int) -> int:

@@ -1,5 +1,6 @@
 """generate: the same text as without a cache, whatever the window, the padding and the cut of the prompt; sampling."""
 
+import copy
 import itertools
 
 import pytest
@@ -65,6 +66,25 @@ def test_the_stream_is_the_text_as_it_comes():
     assert first.shape == (3, 1)
     expected = generate(model, PROMPTS, max_new_tokens=8)
     assert torch.equal(torch.cat([first, *stream], 1), expected)
+
+
+def test_a_second_run_on_a_cache_is_refused_until_the_first_has_ended():
+    model = build(config(*ALL))
+    cache = ReplayStateCache(model, 3, max_seqlen=60)
+    expected = generate(model, PROMPTS, max_new_tokens=8)
+    first, waiting = (generate(model, PROMPTS, max_new_tokens=8, cache=cache, stream=True) for _ in range(2))
+    pieces = [next(first)]
+    twin = copy.deepcopy(cache)
+    with refused(RuntimeError, "generate: cache must", "close()", cache=cache):
+        next(waiting)
+    with refused(RuntimeError, "generate: cache must", "close()", cache=cache):
+        generate(model, PROMPTS, max_new_tokens=8, cache=cache)
+    generate(model, PROMPTS, max_new_tokens=2, cache=twin)  # a copy is free
+    assert torch.equal(torch.cat([*pieces, *first], 1), expected)
+    left = generate(model, PROMPTS, max_new_tokens=8, cache=cache, stream=True)
+    next(left)
+    left.close()
+    generate(model, PROMPTS, max_new_tokens=2, cache=cache)
 
 
 def test_a_second_turn_on_the_same_cache_continues_the_first():
