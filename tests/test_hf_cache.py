@@ -1,6 +1,7 @@
 """The cache entry of a patched mixer: any order of forwards, crops and reorderings leaves what a fresh run would."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -177,6 +178,17 @@ def test_a_copy_is_whole_while_tokens_are_held_back():
     twin = copy.deepcopy(cache)
     assert_continues("falcon_h1", model, ids, cache)
     assert_continues("falcon_h1", model, ids, twin, seed=1)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "falcon_h1"])
+def test_a_pickled_cache_continues_where_it_is_loaded(name):
+    model = patched(name)[0]
+    cache, ids = fresh_cache(model), prompts(7)["input_ids"]
+    step(model, ids, cache)
+    step(model, ids[:, :1], cache)  # a record that is not in the checkpoint yet
+    twin = pickle.loads(pickle.dumps(cache))
+    assert torch.equal(step(model, ids[:, :2], twin), step(model, ids[:, :2], cache))
+    assert pickle.loads(pickle.dumps(fresh_cache(model))).get_seq_length() == 0
 
 
 def test_padding_is_remembered_while_tokens_are_held_back():

@@ -239,8 +239,23 @@ class ReplayLinearLayer(LinearAttentionCacheLayerMixin):
         return self.replay
 
     def __getstate__(self) -> dict[str, Any]:
+        """What a copy, or a pickle, is made of: the tensors, and what allocates others of their shapes."""
         self.settle()  # an open step cannot be copied
-        return {**self.__dict__, "core": None}  # which holds the model
+        stored = None
+        if self.replay is not None:
+            state = self.replay[0]
+            stored = state.geometry, state.ring.v.dtype, self.replay.tensors(), self.replay.clock.errors
+        return {**self.__dict__, "core": None, "replay": stored}  # a core holds the model
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if state["replay"] is not None:
+            geometry, dtype, tensors, errors = state["replay"]
+            # where the tensors are, which torch.load may have moved
+            self.replay = self._alloc(len(tensors["counters.seqlen"]), geometry, dtype, errors.device)
+            for name, tensor in self._replay.tensors().items():
+                tensor.copy_(tensors[name])
+            self._replay.clock.errors.copy_(errors)
 
 
 class ReplayHybridLayer(ReplayLinearLayer, DynamicLayer):
