@@ -16,6 +16,7 @@ HARMLESS = frozenset(
         "router_aux_loss_coef",
     ]
 )
+DEPTHS, DEEPEST = ("num_hidden_layers", "n_layer"), 10_000  # published models have at most some hundred blocks
 _MISSING = object()
 
 
@@ -36,7 +37,7 @@ class Fields:
         """The value of a field; ``default`` is what the family's own code takes where the file leaves it out.
 
         Raises:
-            ValueError: the field is missing and has no default.
+            ValueError: the field is missing and has no default, or says more blocks than any model has.
         """
         self._read.add(name)
         value = self._source.get(name, default)
@@ -44,6 +45,10 @@ class Fields:
             value is not _MISSING,
             f"{self.where}: config.json must have {name}; got {', '.join(self._source) or 'nothing'}. Use the file "
             "that came with the weights.",
+        )
+        expect(  # families write an entry for each block before anything is compared with the weights
+            name not in DEPTHS or not isinstance(value, int) or value <= DEEPEST,
+            f"{self.where}: {name} must be at most {DEEPEST}; got {value}. Use the file that came with the weights.",
         )
         return _plain(value)
 

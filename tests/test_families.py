@@ -428,6 +428,14 @@ def assert_understood_or_refused(source: dict) -> None:
     assert said is None or TEMPLATE.match(said), said
 
 
+@pytest.mark.parametrize("name", ["bamba", "granitemoehybrid", "kimi_linear", "mamba2", "qwen3_next"])
+def test_more_blocks_than_any_model_has_are_refused_before_they_are_written_out(sources: dict, name: str) -> None:
+    with refused(ValueError, "num_hidden_layers must be at most 10000", "got 1000000000000"):
+        families.adopt(
+            "HybridLM.from_pretrained", {**sources[name], "num_hidden_layers": 10**12, "layer_types": None}, {}
+        )
+
+
 @pytest.mark.parametrize(
     ("name", "changed"),
     [
