@@ -115,6 +115,13 @@ def test_all_that_is_wrong_with_shards_is_listed_at_once(folder):
         HybridLM.from_pretrained(folder)
 
 
+def test_a_name_that_no_file_can_have_is_listed_as_missing(folder):
+    files, name = json.loads((folder / hub.INDEX).read_text())["weight_map"], "a" * 300
+    write_index(folder, {**files, "norm.weight": name})
+    with refused(ValueError, "must name complete safetensors files", f"no {name}"):
+        HybridLM.from_pretrained(folder)
+
+
 @pytest.mark.parametrize("name", ["../secret.safetensors", "/secret.safetensors", "a/../../secret.safetensors", "link"])
 def test_a_file_outside_the_folder_is_never_opened(folder, name, monkeypatch):
     secret = folder.parent / "secret.safetensors"

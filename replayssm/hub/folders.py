@@ -1,5 +1,6 @@
 """A model's folder: one that lies here, or a repository of the Hub, whose files are fetched when they are asked for."""
 
+import errno
 import json
 import os
 import re
@@ -30,14 +31,14 @@ class Folder:
     def fetch(self, name: str) -> Path | None:
         """The path of a file, downloaded if need be; None where there is no such file."""
         path = self.path / name
-        if path.is_file() or self.repository is None:
-            return path if path.is_file() else None
+        if _is_file(path) or self.repository is None:
+            return path if _is_file(path) else None
         return _download(self.repository, name, self.revision)
 
     def holds(self, name: str) -> bool:
         """Whether there is such a file; nothing is downloaded, and what cannot be asked counts as no."""
-        if (self.path / name).is_file() or self.repository is None:
-            return (self.path / name).is_file()
+        if _is_file(self.path / name) or self.repository is None:
+            return _is_file(self.path / name)
         from huggingface_hub import file_exists
 
         try:
@@ -124,6 +125,16 @@ def read_json(where: str, path: Path) -> dict[str, Any]:
         f"{where}: {path} must be a JSON object; got {type(content).__name__}. Restore or correct the file.",
     )
     return content
+
+
+def _is_file(path: Path) -> bool:
+    """Whether there is such a file; there is none of a name that the file system cannot hold."""
+    try:
+        return path.is_file()
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        return False
 
 
 def _download(repository: str, name: str, revision: str | None) -> Path | None:
