@@ -248,3 +248,15 @@ def test_a_turn_after_assisted_generation_continues_its_cache():
     for options in [{}, *assisted]:
         cache = copy.deepcopy(turn[name])
         assert torch.equal(model.generate(ids, **turns, **options, **{name: cache}), stock)
+
+
+@pytest.mark.parametrize("option", ["assistant_model", "prefill_chunk_size"])
+def test_a_model_without_attention_still_cannot_tell_transformers_a_length(option):
+    """Documented in README's limits and at hf.patch: where a release can, both say so no longer."""
+    model, value = FAMILIES["mamba2"].build(), 4
+    hf.patch(model)
+    if option == "assistant_model":
+        value = FAMILIES["mamba2"].build()
+        hf.patch(value)
+    with pytest.raises(ValueError, match="get_seq_length"):
+        model.generate(**prompts(9), max_new_tokens=6, do_sample=False, **{option: value})

@@ -47,7 +47,9 @@ def patch(
 
     Parameters, state-dict keys, adapters, hooks and the config stay as they are, and the model is called, trained and
     saved as before. Where every recurrent layer replays, assisted generation, which transformers refuses such models,
-    works too. Patching again changes the arguments, for caches that are made afterwards.
+    works too; in a model without any attention (Mamba-2) by prompt lookup alone: for ``assistant_model``, as for
+    ``prefill_chunk_size`` unpatched too, transformers asks its cache for a length, which only attention gives one.
+    Patching again changes the arguments, for caches that are made afterwards.
 
     Args:
         model: a model of transformers, or a module that holds one, such as a PEFT model.
