@@ -1,5 +1,6 @@
 """The one way through: prefill in pieces, then steps and commits, with drafts or without. Read it top to bottom."""
 
+import contextlib
 import operator
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Literal
@@ -156,49 +157,33 @@ def _decode(
     progress: Callable[[int, int], None] | None,
 ) -> Iterator[Tensor]:
     """Read the prompts, then yield the next columns of the result until every row has ended."""
-    _expect_free(decoding.cache)
-    _running.add(decoding.cache)
-    try:
-        yield from _pieces(decoding, tokens, mask, acceptance, cuda_graphs, progress)
-    finally:
-        _running.discard(decoding.cache)
-
-
-def _pieces(
-    decoding: Decoding,
-    tokens: Tensor,
-    mask: Tensor | None,
-    acceptance: Acceptance | None,
-    cuda_graphs: bool,
-    progress: Callable[[int, int], None] | None,
-) -> Iterator[Tensor]:
-    """``_decode``, once the cache is this run's own."""
-    drafter = decoding.drafter
-    observe = drafter.read_prompt if drafter is not None and drafter.reads_hidden else None
-    read = prefill(decoding.model, decoding.cache, tokens, mask, observe=observe, progress=progress)
-    decoding.start(*read)
-    verdicts = Verdicts(tokens.device)
-    generators = [] if decoding.sampler.generator is None else [decoding.sampler.generator]
-    # held here and not by what it runs: a cycle would keep memory of the GPU until Python looks for cycles
-    advance = Captured(decoding.advance, tokens.device if cuda_graphs else torch.device("cpu"), generators)
-    shown, steps = 0, 0
-    try:
-        while True:
-            verdicts.put(decoding.verdict)
-            more = steps < decoding.max_new_tokens - 1  # each step gives a row at least 1 token
-            while verdicts.due or (len(verdicts) and not more):
-                final, alive = verdicts.take()
-                if final > shown:
-                    yield decoding.tokens[:, shown:final]
-                    shown = final
-                if not alive:
-                    return
-            decoding.prepare()
-            advance()
-            steps += 1
-    finally:
-        if acceptance is not None:
-            acceptance.add(decoding.counts)
+    with _claimed(decoding.cache):
+        drafter = decoding.drafter
+        observe = drafter.read_prompt if drafter is not None and drafter.reads_hidden else None
+        read = prefill(decoding.model, decoding.cache, tokens, mask, observe=observe, progress=progress)
+        decoding.start(*read)
+        verdicts = Verdicts(tokens.device)
+        generators = [] if decoding.sampler.generator is None else [decoding.sampler.generator]
+        # held here and not by what it runs: a cycle would keep memory of the GPU until Python looks for cycles
+        advance = Captured(decoding.advance, tokens.device if cuda_graphs else torch.device("cpu"), generators)
+        shown, steps = 0, 0
+        try:
+            while True:
+                verdicts.put(decoding.verdict)
+                more = steps < decoding.max_new_tokens - 1  # each step gives a row at least 1 token
+                while verdicts.due or (len(verdicts) and not more):
+                    final, alive = verdicts.take()
+                    if final > shown:
+                        yield decoding.tokens[:, shown:final]
+                        shown = final
+                    if not alive:
+                        return
+                decoding.prepare()
+                advance()
+                steps += 1
+        finally:
+            if acceptance is not None:
+                acceptance.add(decoding.counts)
 
 
 def _drafter(drafter: str | nn.Module | Proposer | Drafter | None) -> Drafter | None:
@@ -289,6 +274,17 @@ def _ends(eos: object, device: torch.device) -> Tensor:
     for end in ids:
         expect_int64("generate", "eos", end, "Use ids of the tokenizer: one, several, or None for no end.")
     return torch.tensor(ids, dtype=torch.int64, device=device)
+
+
+@contextlib.contextmanager
+def _claimed(cache: ReplayStateCache) -> Iterator[None]:
+    """The cache is this run's own, until it ends or is given up."""
+    _expect_free(cache)
+    _running.add(cache)
+    try:
+        yield
+    finally:
+        _running.discard(cache)
 
 
 def _expect_free(cache: ReplayStateCache) -> None:

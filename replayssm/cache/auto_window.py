@@ -13,8 +13,8 @@ WINDOWS = range(8, 33, 4)  # tokens
 # A byte of a record takes as long as this many of a state: it is read in small pieces, and multiplied by every program.
 # So on an H200 the windows that move the fewest bytes, 20, 16 and 12, are slower than 16, 12 and 8 or as fast (1 %).
 RECORD_COST = 1.5
-# A flush that rounds and copies computes for as long as this many times its bytes would take: nvfp4 copies on an H200,
-# batch 256, windows 16 and 32, in microseconds: Mamba-2 222 and 198, Gated DeltaNet 139 and 126, KDA 167 and 172.
+# A flush that rounds and copies computes for as long as this many times its bytes would take (trials with nvfp4 copies
+# on an H200, windows 16 and 32: CHANGELOG.md, Performance).
 COPY_COST = 3
 # Bytes of state that the rows of one layer must hold before replay pays. On an H200 (bench/results) one row of the
 # published Gated DeltaNet and KDA layers, 2 MiB, takes 3.9 and 4.1 us with window 0 and 4.4 and 5.3 with 16; one row of

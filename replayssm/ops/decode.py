@@ -92,17 +92,10 @@ def replay(
     recurrence: Recurrence,
 ) -> Tensor:
     """One step of new tokens by the kernels, or as one operator of a graph; see ``triton_store.replay``."""
-    if torch.compiler.is_compiling():
-        return _replay_op(
-            q, *records, [*stored.planes], [*stored.copies], *ring, u, flushing, seqlen, flushed, stored.seed, rows,
-            length, stored.layer, stored.checkpoint, stored.read_format, recurrence.decay, recurrence.delta,
-        )  # fmt: skip
-    from replayssm.ops import triton_store
-
-    return triton_store.replay(
-        q, records, stored.planes, stored.copies, ring, u, flushing, seqlen, flushed, stored.seed,
-        layer=stored.layer, checkpoint=stored.checkpoint, read_format=stored.read_format, rows=rows, length=length,
-        recurrence=recurrence,
+    run = _replay_op if torch.compiler.is_compiling() else _replay
+    return run(
+        q, *records, [*stored.planes], [*stored.copies], *ring, u, flushing, seqlen, flushed, stored.seed, rows, length,
+        stored.layer, stored.checkpoint, stored.read_format, recurrence.decay, recurrence.delta,
     )  # fmt: skip
 
 
