@@ -16,6 +16,7 @@ from hf_models import FAMILIES, LATEST, VOCAB, prompts
 from torch import nn
 
 from replayssm import hf
+from replayssm.hf.mixer import ReplayMixer
 
 transformers = pytest.importorskip("transformers")
 from replayssm.hf.mixer import MIXERS  # noqa: E402
@@ -307,6 +308,22 @@ def test_registered_classes_replay_from_the_start(tmp_path):
     assert type(loaded.model.layers[0].linear_attn) is type(model.model.layers[0].linear_attn)
     again = type(model).from_pretrained(tmp_path)
     assert type(again.model.layers[0].linear_attn) is type(model.model.layers[0].linear_attn)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_can_be_registered(family, tmp_path):
+    if not LATEST:
+        pytest.importorskip("torchvision", reason="the registry of 5.17 imports what needs it")
+    model = FAMILIES[family].build(dtype=torch.float32)
+    model.save_pretrained(tmp_path)
+    hf.register()
+    try:
+        loaded = type(model).from_pretrained(tmp_path)
+    finally:
+        hf.unregister()
+    later = type(model).from_pretrained(tmp_path)
+    counts = [sum(isinstance(module, ReplayMixer) for module in each.modules()) for each in (loaded, later)]
+    assert counts == [len(hf.patch(model).replaced), 0]
 
 
 def test_the_multipliers_of_falcon_h1_stay_with_the_model():

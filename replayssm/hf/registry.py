@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import sys
 from typing import Any
 
 from transformers.monkey_patching import register_patch_mapping, unregister_patch_mapping
@@ -11,7 +12,7 @@ from replayssm.hf.mixer import MARK, MIXERS, retyped
 from replayssm.hf.options import Options
 from replayssm.hf.versions import expect_transformers
 
-_registered: list[str] = []
+_registered: dict[str, Any] = {}
 
 
 def register(
@@ -38,13 +39,24 @@ def register(
             stock = getattr(importlib.import_module(entry.module), name)
             mapping[name] = _built(retyped(stock), options)
     register_patch_mapping(mapping)
-    _registered.extend(mapping)
+    _registered.update(mapping)
+    for built in mapping.values():
+        _exchange(built.stock.__module__, built.stock, built)
 
 
 def unregister() -> None:
     """Undo ``register``; models that were built meanwhile keep replaying."""
-    unregister_patch_mapping(_registered)
+    unregister_patch_mapping(list(_registered))
+    for built in _registered.values():
+        _exchange(built.stock.__module__, built, built.stock)
     _registered.clear()
+
+
+def _exchange(module: str, old: Any, new: Any) -> None:
+    """In tables of a family's module (Nemotron-H), which hold classes themselves: the registry knows names alone."""
+    for table in vars(sys.modules[module]).values():
+        if isinstance(table, dict):
+            table.update({key: new for key, value in table.items() if value is old})
 
 
 def _built(replaying: Any, options: Options) -> Any:
